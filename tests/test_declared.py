@@ -9,13 +9,14 @@ import os
 import random
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import ROOT
-from ggml_kvq import _paths
+from ggml_kvq import Model, _paths
 from test_llama_features import HOLES, TEXT, Context, random_walk
 
 DEMO = ROOT / "models" / "kvq-demo-q8_0.gguf"
@@ -92,6 +93,37 @@ def test_without_a_method_the_declared_type_chooses_and_is_closer_than_upstream(
     size = re.search(r"([\d.]+) MiB KV cache instead", line)
     declared = re.search(r"declared q4_0: 4.50 bits a value, ([\d.]+) MiB, for which auto has chosen", line)
     assert size and declared and float(size[1]) <= float(declared[1]), line
+
+
+@pytest.mark.parametrize("declared", ["q4_0", "q8_0"])
+@pytest.mark.parametrize("n_ctx", [512, 4096, 16384])
+def test_every_context_is_served_without_a_method(declared: str, n_ctx: int, tmp_path: Path) -> None:
+    """Positions of all layers were counted as bits of the first one, and contexts of 4096 tokens and more refused."""
+    (tmp_path / "prompt.txt").write_text(TEXT[: 2 * min(n_ctx - 64, 3000)])
+    argv = [_paths.program("llama-completion"), "-m", DEMO, "-dev", "KVQ0", "-fa", "on", "-ctk", declared]
+    argv += ["-ctv", declared, "-c", n_ctx, "-f", tmp_path / "prompt.txt", "-n", 4, "--temp", 0, "-no-cnv", "-t", 2]
+    argv += ["--prompt-cache", tmp_path / "state"]
+    env = {**os.environ, "GGML_BACKEND_PATH": str(_paths.backend())}
+    for _ in range(2):  # the second reads the first one's state
+        r = subprocess.run([str(x) for x in argv], env=env, capture_output=True, text=True, timeout=120)
+        line = next(x for x in r.stderr.splitlines() if x.startswith("ggml-kvq: "))
+        assert r.returncode == 0 and f"declared {declared}" in line, line
+    assert "exact match for prompt" in r.stderr, r.stderr[-2000:]
+
+
+def test_launcher_and_model_declare_with_a_method(demo_model: Path) -> None:
+    """The flags were refused beside --kv-method; a state of 300 tokens takes 34 bytes for 32 values, not 64."""
+    launcher = Path(sys.executable).parent / "llama-completion"
+    argv = [str(launcher), "-m", str(demo_model), "--kv-method", "kivi", "-ctk", "q4_0", "-ctv", "q4_0", "-c", "512"]
+    r = subprocess.run([*argv, "-p", "a", "-n", "1", "-no-cnv"], capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0 and "declared q4_0: 4.50 bits a value" in r.stderr, r.stderr[-2000:]
+    sizes = {}
+    for declared in ("f16", "q8_0"):
+        with Model(demo_model, "kivi", n_ctx=512, type_k=declared, type_v=declared, n_threads=2) as m:
+            list(m.generate(m.tokenize(TEXT, add_bos=True)[:300], max_tokens=2, temperature=0))
+            libs = m._libs.llama
+            sizes[declared] = libs.llama_state_seq_get_size(m._ctx, 0)
+    assert sizes["q8_0"] < 0.6 * sizes["f16"]
 
 
 # KL divergence allowed, mean and worst decode; states at 4.5 bits keep rows of short sequences in 4 bits

@@ -149,8 +149,8 @@ def test_projector_stays_off_the_cache_device() -> None:
         (["--kv-method", "f16", "-ngl", "0"], ["-ngl 0", "drop -ngl"]),
         (["--kv-method", "f16", "--no-kv-offload"], ["-nkvo", "f16"]),
         (["--kv-method", "f16", "-kvo", "-nkvo"], ["-nkvo", "f16"]),
-        (["--kv-method", "f16", "-ctk", "q8_0"], ["-ctk q8_0", "drop one"]),
-        (["--kv-method", "f16", "-ctv", "f32"], ["-ctv f32", "another type", "drop one"]),
+        (["--kv-method", "f16", "-ctk", "bf16"], ["-ctk bf16", "drop one"]),
+        (["--kv-method", "f16", "-ctv", "f32"], ["-ctv f32", "iq4_nl", "drop one"]),
     ],
 )
 def test_refusals_name_value_and_cure(argv: list[str], words: list[str]) -> None:

@@ -122,9 +122,10 @@ bool kvq_cache_draft::fits(const kvq_draft_layer & d, bool value, const kvq_lane
         : l.bytes_far                 ? "has rows as they came in a second tier"
         : l.copies                    ? "keeps rows of f16"
                                       : "";
-    const double bits = 8.0 *
-        (double) kvq_make_lane_layout(d.plan, value, l.n_head, std::max(l.n_cells, LONG), 1).bytes() /
-        ((double) l.n_head * l.codec.head_size * std::max(l.n_cells, LONG));
+    // The first layer's tables serve all layers, and no state holds them.
+    const kvq_lane_layout at_length = kvq_make_lane_layout(d.plan, value, l.n_head, std::max(l.n_cells, LONG), 1);
+    const double bits = 8.0 * (double) (at_length.bytes_codes + at_length.bytes_params + at_length.bytes_window) /
+        ((double) l.n_head * l.codec.head_size * at_length.n_cells);
     if (!what.empty()) {
         err = is + ", and " + method + " " + what + ", which its states hold in f16: drop -ctk and -ctv";
     } else if (bits > declared.bits()) {

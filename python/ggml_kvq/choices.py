@@ -18,9 +18,10 @@ def check_method(method: str | None, options: str, config: str, type_k: str, typ
         if config and method == UPSTREAM:
             raise MethodError("kv_config goes with a kvq method; drop it or choose a kv_method")
         return
-    if (type_k, type_v) != ("f16", "f16"):
+    if not {type_k, type_v} <= set(llama.DECLARED):
         raise MethodError(
-            f"type_k={type_k} type_v={type_v} belong to upstream's cache; drop them with kv_method={method}"
+            f"type_k={type_k} type_v={type_v} cannot be declared with kv_method={method}; choose from"
+            f" {', '.join(llama.DECLARED)}, or drop them"
         )
 
 

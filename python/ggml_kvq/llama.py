@@ -50,6 +50,7 @@ GGML_TYPES = {
     "q1_0": 41,
     "q2_0": 42,
 }
+DECLARED = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")  # types that a cache of ours can be declared in
 
 
 class llama_model_params(Structure):

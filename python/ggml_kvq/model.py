@@ -67,7 +67,8 @@ class Model(Many, Vocabulary):
     n_batch, n_ubatch: logical and physical batch in tokens.
     n_threads: CPU threads, None = as many as the process may use (affinity, cgroup). n_seq_max: parallel sequences.
     swa_full: layers with a sliding window keep the whole context, so that tokens can be taken back; False: the window.
-    type_k, type_v: upstream's cache types (f16, q8_0, q5_0, q4_0, q2_0, ...), only without kv_method.
+    type_k, type_v: upstream's cache types (f16, q8_0, q5_0, q4_0, q2_0, ...); with a kv_method on a CPU what the cache
+        is declared as (f16, q8_0, q5_x, q4_x, iq4_nl): states then have rows of that size (docs/states.md).
     device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU. The
         attribute `devices` tells what was chosen.
     lab: the class of kv_method "lab", an object of it or "file.py:Class,option=value"; kv_opts are its options too.

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import _paths, budget, gguf_header, memory
+from . import _paths, budget, gguf_header, llama, memory
 from .errors import KvqError
 from .flags import FALSE, TRUE, LaunchError, User
 
@@ -73,9 +73,10 @@ def conflicts(user: User, choice: Choice, bench: bool) -> None:
         raise LaunchError(f"-nkvo keeps the KV cache in llama.cpp's own memory, so {words} would not be used: {either}")
     for side in ("k", "v"):
         for value in user.values((f"-ct{side}", f"--cache-type-{side}"), f"LLAMA_ARG_CACHE_TYPE_{side.upper()}"):
-            if set(value.split(",")) != {"f16"}:
+            if not set(value.split(",")) <= set(llama.DECLARED):
                 raise LaunchError(
-                    f"-ct{side} {value} asks llama.cpp for another type of the cache that {words} owns: {either}"
+                    f"-ct{side} {value} is no type that a cache of {words} can be declared in"
+                    f" ({', '.join(llama.DECLARED)}): {either}"
                 )
 
 
