@@ -184,7 +184,7 @@ def test_a_model_without_cache_is_refused(arch: str, write_gguf: Callable[..., P
         (["-fa", "1,0"], "-fa 1,0"),
         (["-nkvo", "1"], "-nkvo"),
         (["-ngl", "0,99"], "-ngl 0,99"),
-        (["-ctv", "f16,q4_0"], "q4_0"),
+        (["-ctv", "f16,bf16"], "bf16"),
     ],
 )
 def test_llama_bench_lists_are_read(argv: list[str], word: str) -> None:

@@ -66,13 +66,6 @@ def run(args: argparse.Namespace) -> int:
         raise KvqError(f"{model} is not a file; give -m a GGUF model")
     header = gguf_header.read(model, tensors=True)
     header.check_whole()
-    deepest = max(args.depths) + max(args.n_gen, args.n_prompt)
-    if deepest > (trained := gguf_header.trained_for(header)) > 0:
-        print(
-            f"ggml-kvq bench: warning: -d {max(args.depths)} goes beyond the {trained} tokens that the model was"
-            " trained for: the speed is right, its text would not be",
-            file=sys.stderr,
-        )
     settings = bench.Settings(
         tuple(args.depths),
         args.n_gen,
@@ -88,6 +81,13 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         files.probe(args.output)
         results.ResultFile(args.output)  # what is there already must be rows too
+    deepest = max(args.depths) + max(args.n_gen, args.n_prompt)
+    if deepest > (trained := gguf_header.trained_for(header)) > 0:
+        print(
+            f"ggml-kvq bench: warning: -d {max(args.depths)} goes beyond the {trained} tokens that the model was"
+            " trained for: the speed is right, its text would not be",
+            file=sys.stderr,
+        )
     bench.measure(model, specs, args.threads)
     bench.check(model, specs, settings)
     rows: list[bench.Row] = []

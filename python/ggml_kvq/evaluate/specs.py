@@ -72,7 +72,7 @@ class CacheSpec:
         if self.lab:
             laboratory.load(self.lab)
             return
-        if self.method in llama.GGML_TYPES:
+        if self.method in llama.GGML_TYPES and self.method != "f16":
             raise MethodError(
                 f"cache {self.text!r}: {self.method} is a type of llama.cpp's own cache; write {UPSTREAM}:{self.method}"
             )
