@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -25,12 +24,11 @@ from .errors import KvqError, LibraryError
 METHOD = "kivi"
 SECONDS = 180
 _LLAMA_CPP = """
-import sys
 import llama_cpp
 sys.path.append(sys.argv[1])
 import ggml_kvq
+print("llama-cpp-python", llama_cpp.__version__, flush=True)
 ggml_kvq.attach(method=sys.argv[2])
-print("llama-cpp-python", llama_cpp.__version__)
 if len(sys.argv) > 3:
     llm = llama_cpp.Llama(sys.argv[3], n_gpu_layers=-1, flash_attn=True, n_ctx=256, verbose=False)
     llm("The file", max_tokens=1)
@@ -51,17 +49,6 @@ if (model) {
     for await (const token of context.getSequence().evaluate(loaded.tokenize("The file"))) break;
 }
 await llama.dispose();
-"""
-_DEVICES = """
-import ctypes, json, sys
-base, ggml = ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL), ctypes.CDLL(sys.argv[2], ctypes.RTLD_GLOBAL)
-base.ggml_version.restype = base.ggml_backend_dev_name.restype = ctypes.c_char_p
-ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-ggml.ggml_backend_dev_get.restype, ggml.ggml_backend_dev_get.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-base.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
-ggml.ggml_backend_load(sys.argv[3].encode())
-every = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
-print(json.dumps([base.ggml_version().decode(), [base.ggml_backend_dev_name(d).decode() for d in every]]))
 """
 
 
@@ -228,13 +215,8 @@ def _of_node(root: Path, model: Path | None) -> Iterator[Finding]:
 
 def _of_folder(folder: Path) -> Iterator[Finding]:
     """Of a llama.cpp's libraries: no program is there to make a token."""
-    files = [str(plugin.library(folder, stem)) for stem in ("ggml-base", "ggml")]
-    code, text = _run([sys.executable, "-c", _DEVICES, *files, str(_paths.backend().resolve())], GGML_BACKEND_PATH="")
-    line = _ours(text)
-    if code:
-        yield Finding(False, "libraries", line or _last(text))
-        return
-    version, devices = json.loads([x for x in text.splitlines() if x.startswith("[")][-1])
+    version, _, devices, said = plugin.look(folder, _paths.backend().resolve())
+    line = (said or [""])[-1]
     good = "KVQ0" in devices
     found = f"{folder}, ggml {version}, devices {', '.join(devices)}"
     yield Finding(good, "libraries", found if good else line or found, "" if good else "the line tells the cure")

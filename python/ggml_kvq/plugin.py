@@ -28,7 +28,10 @@ ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
 ggml.ggml_backend_dev_get.restype, ggml.ggml_backend_dev_get.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 base.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
 linked = ggml.ggml_backend_dev_count()
-ggml.ggml_backend_load_all_from_path(sys.argv[1].encode())
+if len(sys.argv) > 4:
+    ggml.ggml_backend_load(sys.argv[4].encode())
+else:
+    ggml.ggml_backend_load_all_from_path(sys.argv[1].encode())
 every = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
 devices = [base.ggml_backend_dev_name(d).decode() for d in every]
 print(json.dumps([base.ggml_version().decode(), linked, devices]))
@@ -65,11 +68,12 @@ def library(folder: Path, stem: str) -> Path:
     return found[0]
 
 
-def look(folder: Path) -> tuple[str, bool, list[str], list[str]]:
+def look(folder: Path, backend: Path | None = None) -> tuple[str, bool, list[str], list[str]]:
     """(ggml version, its backends are modules, devices, lines of ours) of the llama.cpp in `folder`, in a process
-    of its own.
+    of its own. backend: the file that it loads, None: those that it finds there.
     """
     files = [str(folder), str(library(folder, "ggml-base")), str(library(folder, "ggml"))]
+    files += [str(backend)] if backend else []
     env = {k: v for k, v in os.environ.items() if k != "GGML_BACKEND_PATH"}
     done = subprocess.run(
         [sys.executable, "-c", _LOOK, *files], capture_output=True, text=True, check=False, env=env, timeout=60
