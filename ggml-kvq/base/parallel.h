@@ -7,9 +7,21 @@
 #include <cstdint>
 #include <thread>
 #include <type_traits>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
+
+// CPUs on which the process may run: OpenMP may have bound this thread to one of them.
+inline int kvq_n_cpus() {
+#if defined(_OPENMP)
+    return std::max(1, omp_get_num_procs());
+#else
+    return std::max(1, (int) std::thread::hardware_concurrency());
+#endif
+}
 
 // Waits for short times by spinning, as ggml's own threads do. A program may have more threads than cores, and a method
 // may run Python: longer waits leave the core to others.
@@ -31,8 +43,11 @@ template <typename F> void kvq_wait_until(const F & is_so) {
 // the node's code, and the others help wherever that code calls kvq_parallel.
 class kvq_team {
 public:
-    // In thread `ith` of `nth`, once. The team must live until all threads have returned. `lead` must not throw.
-    template <typename F> void enter(int ith, int nth, const F & lead) {
+    // In thread `ith` of `nth`, once; at most `most` of them work. The team must live until all threads have returned.
+    // `lead` must not throw.
+    template <typename F> void enter(int ith, int nth, int most, const F & lead) {
+        nth = std::min(nth, most);
+        if (ith >= nth) { return; }
         if (ith) {
             serve(ith);
             return;

@@ -82,7 +82,8 @@ ggml_status compute(kvq_backend_context & b, ggml_cgraph * graph) {
 struct whole_step {
     kvq_backend_context & b;
     const kvq_step & step;
-    ggml_status status; // of our nodes; once one has failed the others do nothing
+    ggml_status status;        // of our nodes; once one has failed the others do nothing
+    int n_cpus = kvq_n_cpus(); // a thread without a core of its own would be waited for at each node
 };
 
 struct own_node {
@@ -108,10 +109,10 @@ void lead(whole_step & x, const kvq_step::part * part) {
 
 void run_own(ggml_tensor *, int ith, int nth, void * userdata) {
     own_node & node = *(own_node *) userdata;
-    node.team.enter(ith, nth, [&] {
-        whole_step & x = *node.of;
+    whole_step & x = *node.of;
+    node.team.enter(ith, nth, x.n_cpus, [&] {
         const int n_threads = x.b.n_threads;
-        x.b.n_threads = nth;
+        x.b.n_threads = std::min(nth, x.n_cpus);
         if (x.status == GGML_STATUS_SUCCESS) { lead(x, node.part); }
         x.b.n_threads = n_threads;
     });
