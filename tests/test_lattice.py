@@ -39,13 +39,13 @@ def split_codec(bits: int, fast: Any, split: Any, scale: int = 1, head: int = 64
 
 def codecs() -> Any:
     yield from whole_codecs()
-    for (bits, fast), split, scale, head in itertools.product(HALVES, (SPLIT_NORM, SPLIT_NEOX), (0, 1), HEADS):
+    for (bits, fast), split, scale, head in itertools.product(HALVES, (SPLIT_NORM, SPLIT_NEOX), (0, 1, 2), HEADS):
         if head % 16 == 0:
             yield split_codec(bits, fast, split, scale, head, 64 if head == 80 else 32)
 
 
 def whole_codecs() -> Any:
-    for (d, bits), role, scale, head in itertools.product(MSE, (K, V), (0, 1), HEADS):
+    for (d, bits), role, scale, head in itertools.product(MSE, (K, V), (0, 1, 2), HEADS):
         yield codec(d, bits, role, scale, head, 64 if head == 72 else 32)
 
 
@@ -128,16 +128,17 @@ def relative_error(rows: Any, back: Any) -> Any:
 
 
 @pytest.mark.parametrize(("d", "bits"), MSE)
-@pytest.mark.parametrize("scale", [0, 1])
+@pytest.mark.parametrize("scale", [0, 1, 2])
 def test_error_is_the_grids(lib: CDLL, d: int, bits: int, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """relMSE of heavy-tailed rows after rotation stays within 6 % of the grid's on the normal distribution, where the
-    scale is the root mean square.
+    scale is the root mean square; within 20 % with scales of 4 bits, where 256 cells of heavy
+    tails share a page.
     """
     monkeypatch.setattr(lattice, "best_scales", lambda c, y, rms: rms)
     c = codec(d, bits, V, scale, 128, 256)
     rows = rows_of("error", c)
     err = relative_error(rows, ref.decode(c, *ref.encode(c, rows)))
-    assert err.mean() == pytest.approx(MSE[d, bits], rel=0.06)
+    assert err.mean() == pytest.approx(MSE[d, bits], rel=0.2 if scale == 2 else 0.06)
     if bits < 3:
         assert np.array_equal(relative_error(rows, kernels.decode(lib, c, *kernels.encode(lib, c, rows))), err)
 
@@ -235,7 +236,7 @@ def test_attention_over_lattice_pages(lib: CDLL, d: int, bits: int, head: int) -
     """Queries in two bytes, points exact, weights in 8 bits, two bytes with d=2 n=256 (cpu/kernels.h): within the
     bound of every row;
     f32: rounding of rows to f16."""
-    for scale, n_q in ((0, 1), (1, 2), (1, 7)):
+    for scale, n_q in ((0, 1), (1, 2), (2, 2), (1, 7)):
         ck, cv = codec(d, bits, K, scale, head), codec(d, bits, V, scale, head)
         got, want, bound = attend(lib, ck, cv, n_q)
         error = np.linalg.norm(got - want, axis=-1)
@@ -252,7 +253,7 @@ def test_attention_over_lattice_pages(lib: CDLL, d: int, bits: int, head: int) -
 def test_attention_over_split_keys(lib: CDLL, bits: int, fast: Any, split: Any, head: int) -> None:
     """A logit is the sum over the halves: the same bounds."""
     cv = codec(2, 2, V, 1, head)
-    for scale, n_q in ((0, 1), (1, 2), (1, 7)):
+    for scale, n_q in ((0, 1), (1, 2), (2, 2), (1, 7)):
         ck = split_codec(bits, fast, split, scale, head)
         got, want, bound = attend(lib, ck, cv, n_q)
         error = np.linalg.norm(got - want, axis=-1)
@@ -294,7 +295,7 @@ def test_coordinates_fit_the_bytes_that_multiply_them() -> None:
         {"bits": 0},
         {"group": 3},
         {"bits": 2, "group": 8},
-        {"scale": 2},
+        {"scale": 3},
         {"n_cells": 40},
         {"role": 2},
         {"split": 3},

@@ -11,7 +11,9 @@ struct kvq_kv_layer;
 class kvq_device;
 
 struct kvq_query_sums {
-    std::vector<double> square; // [n_head_kv][head size]: sums over tokens and the query heads of a KV head
+    // [n_head_kv][head size]: sums over tokens and the query heads of a KV head, of queries as a logit would have them
+    // that is scaled by 1/sqrt(head size)
+    std::vector<double> square;
     uint64_t n = 0;             // summands of each
 };
 

@@ -34,9 +34,15 @@ static inline void lattice_scales(const kvq_lattice_view & a, const void * param
     }
     float top;
     f16_to_f32_row((const uint16_t *) params, &top, 1);
-    const f32x16 s = f32_set1(top * (1.0f / 65025.0f));
+    uint8_t levels[KVQ_MAX_CELLS];
+    const uint8_t * from = (const uint8_t *) params + 2;
+    if (a.codec.scale == 2) {
+        for (int i = 0; i < n; i++) { levels[i] = from[i / 2] >> i % 2 * 4 & 15; }
+        from = levels;
+    }
+    const f32x16 s = f32_set1(top * (a.codec.scale == 1 ? 1.0f / 65025.0f : 1.0f / 225.0f));
     for (int i = 0; i < n; i += 16) {
-        const f32x16 u = f32_load_u8((const uint8_t *) params + 2 + i);
+        const f32x16 u = f32_load_u8(from + i);
         f32_store(scale + i, f32_mul(f32_mul(u, u), s));
     }
 }

@@ -47,17 +47,20 @@ template <int KB> __device__ __forceinline__ void load_key_tables(const kvq_atte
     }
 }
 
-// this lane's two cells, 2*lane and 2*lane + 1 of the 64, as the block holds them; an 8-bit pair with its top in the
-// upper half. t: as copy_stage takes it
+// this lane's two cells, 2*lane and 2*lane + 1 of the 64, as the block holds them; a pair of 8 or 4 bits each with its
+// top in the upper half. t: as copy_stage takes it
 __device__ __forceinline__ uint32_t load_scales(const kvq_affine_geometry & g, const uint8_t * params, int t) {
     t += threadIdx.x % 16 * 2;
+    if (g.scale == 2) { return params[2 + t / 2] | (uint32_t) *(const uint16_t *) params << 16; }
     return g.scale ? *(const uint16_t *) (params + 2 + t) | (uint32_t) *(const uint16_t *) params << 16
                    : *(const uint32_t *) (params + 2 * t);
 }
 
 __device__ __forceinline__ float2 two_scales(const kvq_affine_geometry & g, uint32_t raw) {
     const float2 x = __half22float2(as_half2(raw));
-    const float u = (float) (raw & 255), v = (float) (raw >> 8 & 255), top = x.y * (1.0f / 65025.0f);
+    const bool small = g.scale == 2; // 4 bits
+    const float u = (float) (raw & (small ? 15 : 255)), v = (float) (small ? raw >> 4 & 15 : raw >> 8 & 255),
+                top = x.y * (small ? 1.0f / 225.0f : 1.0f / 65025.0f);
     return g.scale ? make_float2(top * (u * u), top * (v * v)) : x;
 }
 

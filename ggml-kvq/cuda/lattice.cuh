@@ -39,8 +39,9 @@ static __device__ __forceinline__ float lattice_scale(const kvq_affine_geometry 
     const uint16_t * half = (const uint16_t *) params;
     float s;
     if (g.scale) {
-        const float u = (float) params[2 + cell];
-        s = f16_bits_to_f32(half[0]) * (1.0f / 65025.0f) * (u * u);
+        const bool bytes = g.scale == 1;
+        const float u = (float) (bytes ? params[2 + cell] : params[2 + cell / 2] >> cell % 2 * 4 & 15);
+        s = f16_bits_to_f32(half[0]) * (bytes ? 1.0f / 65025.0f : 1.0f / 225.0f) * (u * u);
     } else {
         s = f16_bits_to_f32(half[cell]);
     }

@@ -151,11 +151,17 @@ static __global__ void __launch_bounds__(32 * WARPS) encode_kernel(const __grid_
     for (int t = threadIdx.x; t < g.n_cells; t += blockDim.x) {
         float s;
         if (g.scale) {
+            const float most = g.scale == 1 ? 255.0f : 15.0f;
             const float u = top > 0.0f
-                ? fminf(fmaxf(floorf(255.0f * __fsqrt_rn(__fdiv_rn(s_scale[t], top)) + 0.5f), 0.0f), 255.0f)
+                ? fminf(fmaxf(floorf(most * __fsqrt_rn(__fdiv_rn(s_scale[t], top)) + 0.5f), 0.0f), most)
                 : 0.0f;
-            params[2 + t] = (uint8_t) u;
-            s = top * (1.0f / 65025.0f) * (u * u);
+            if (g.scale == 1) {
+                params[2 + t] = (uint8_t) u;
+            } else { // warps are full: a page has a multiple of 32 cells
+                const int next = __shfl_down_sync(~0u, (int) u, 1);
+                if (t % 2 == 0) { params[2 + t / 2] = (uint8_t) ((int) u | next << 4); }
+            }
+            s = top * (g.scale == 1 ? 1.0f / 65025.0f : 1.0f / 225.0f) * (u * u);
         } else {
             const uint16_t s16 = f32_to_f16_finite(s_scale[t]);
             ((uint16_t *) params)[t] = s16;

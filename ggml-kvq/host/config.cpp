@@ -289,6 +289,11 @@ kvq_status kvq_stored_options(
         const int64_t id = gguf_find_key(g, name.c_str());
         if (id < 0 || ruled_out(key)) { continue; }
         const std::string value = value_text(g, id);
+        // data's order is one of the ladder of data's pairs
+        const int64_t pairs = key == "order" && has("pairs") ? gguf_find_key(g, "kvq.auto.pairs") : -1;
+        if (pairs >= 0 && ("," + given + ",").find(",pairs=" + value_text(g, pairs) + ",") == std::string::npos) {
+            continue;
+        }
         if (value.empty() || value.find_first_of(",=\n") != std::string::npos) {
             why = name + (value.empty() ? " is no u32, i32, f32, bool or text" : " is '" + value + "'");
         }

@@ -48,7 +48,7 @@ static const kvq_option_info options[] = {
     { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: as calibrated", "AQUA-KV section 4" },
     KVQ_OPTION_WINDOW("64", "AQUA-KV section 4"),
     { "sinks", "int", "4", "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },
-    { "scales", "f16|u8", "u8", "format of the scale of a cell", "ggml-kvq" },
+    { "scales", "f16|u8|u4", "u4", "format of the scale of a cell", "ggml-kvq" },
     { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },
     KVQ_OPTIONS_STATE,
     { "far", "none|f16|q8|q4", "none",

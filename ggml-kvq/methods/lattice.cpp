@@ -23,7 +23,7 @@ kvq_status kvq_plan_lattice(
         x.role = i ? KVQ_ROLE_V : KVQ_ROLE_K;
         x.bits = bits;
         x.group = vector_size(o);
-        x.scale = o.is("scales", "u8");
+        x.scale = o.is("scales", "f16") ? 0 : o.is("scales", "u4") ? 2 : 1;
         x.n_cells = 32;
         x.head_size = i ? c.shape.head_size_v : c.shape.head_size_k;
         if (!kvq_grid_find(x.group, bits)) {

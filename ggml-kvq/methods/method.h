@@ -66,7 +66,7 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
     { "grid", "auto|d2|d4|d8", "auto", "channels per index; auto: 2; d4 for 1 and 2 bits, d8 for 1 bit",               \
         "HIGGS section 3" },                                                                                           \
         { "sinks", "int", sinks, "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },                  \
-        { "scales", "f16|u8", "u8", "format of the scale of a cell", "ggml-kvq" },                                     \
+        { "scales", "f16|u8|u4", "u8", "format of the scale of a cell", "ggml-kvq" },                                  \
         { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },                  \
         KVQ_OPTIONS_STATE
 

@@ -53,7 +53,12 @@ kvq_affine_parts kvq_lattice_get_parts(const kvq_codec & c) {
 }
 
 static size_t nb_block_codes(const kvq_codec & c);
-static size_t nb_block_params(const kvq_codec & c) { return c.scale ? 2 + (size_t) c.n_cells : 2 * (size_t) c.n_cells; }
+static size_t nb_block_params(const kvq_codec & c) {
+    const size_t n = (size_t) c.n_cells;
+    return c.scale == 0 ? 2 * n : 2 + (c.scale == 1 ? n : n / 2);
+}
+// The largest u of a stored scale.
+static float top_level(const kvq_codec & c) { return c.scale == 1 ? 255.0f : 15.0f; }
 
 int kvq_lattice_halves(const kvq_codec & c, kvq_lattice_half out[2]) {
     out[0] = { c, 0, 0, false };
@@ -85,7 +90,7 @@ const char * kvq_lattice_refuse(const kvq_codec & c) {
         return "the head size must be a multiple of 8 up to 1024";
     }
     if (c.role != KVQ_ROLE_K && c.role != KVQ_ROLE_V) { return "the role must be K or V"; }
-    if (c.scale != 0 && c.scale != 1) { return "the scale format must be 0 (f16) or 1 (8-bit)"; }
+    if (c.scale < 0 || c.scale > 2) { return "the scale format must be 0 (f16), 1 (8-bit) or 2 (4-bit)"; }
     return nullptr;
 }
 
@@ -162,10 +167,10 @@ void kvq_lattice_scales(const kvq_codec & c, const void * params, float * scale)
     const uint8_t * p = (const uint8_t *) params;
     uint16_t h;
     memcpy(&h, p, 2);
-    const float top = kvq_f16_to_f32(h) * (1.0f / 65025.0f);
+    const float top = kvq_f16_to_f32(h) * (1.0f / (top_level(c) * top_level(c)));
     for (int t = 0; t < c.n_cells; t++) {
         if (c.scale) {
-            const float u = (float) p[2 + t];
+            const float u = (float) (c.scale == 1 ? p[2 + t] : p[2 + t / 2] >> t % 2 * 4 & 15);
             scale[t] = top * (u * u);
         } else {
             memcpy(&h, p + 2 * t, 2);
@@ -188,10 +193,12 @@ void kvq_lattice_put_scales(const kvq_codec & c, const float * scale, void * par
     }
     const uint16_t h = to_f16(*std::max_element(scale, scale + c.n_cells));
     memcpy(p, &h, 2);
-    const float top = kvq_f16_to_f32(h);
+    const float top = kvq_f16_to_f32(h), most = top_level(c);
     for (int t = 0; t < c.n_cells; t++) {
-        const float u = top > 0.0f ? floorf(255.0f * sqrtf(scale[t] / top) + 0.5f) : 0.0f;
-        p[2 + t] = (uint8_t) std::min(std::max(u, 0.0f), 255.0f);
+        const float u = top > 0.0f ? floorf(most * sqrtf(scale[t] / top) + 0.5f) : 0.0f;
+        const uint8_t level = (uint8_t) std::min(std::max(u, 0.0f), most);
+        uint8_t & to = p[2 + (c.scale == 1 ? t : t / 2)];
+        to = c.scale == 2 && t % 2 ? (uint8_t) (to | level << 4) : level;
     }
 }
 

@@ -13,6 +13,9 @@
 // Parameters, one scale a cell:
 //   scale = f16:    f16 s[n_cells]                        nb_params = 2*n_cells
 //   scale = 8-bit:  f16 top, u8 u[n_cells]                nb_params = 2 + n_cells       s = top * u*u / 65025
+//   scale = 4-bit:  f16 top, u4 u[n_cells], low half first     nb_params = 2 + n_cells/2    s = top * u*u / 225
+// 4 bits lose 0.1 to 0.7 % in squared error, and spare as much as an eighth of the codes' bytes (keys of 64 channels in
+// halves, 2 bits).
 //
 // Split keys (codec.split): the channels of the slow half of the rotary pairs are a block of their own, rotated and
 // scaled by themselves; those of the fast half another one of codec.fast_bits, or zero with 0 bits. Pairs stay

@@ -293,7 +293,7 @@ static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
             "bits %d/%d D %d turns %d: %d launches over pages without their means", c.kb, c.vb, c.D, c.turns,
             (int) (d.n_means - before));
     };
-    stays({ 2, 2, 2, 1, 128, 2, 4, 1, 700, 2, 0, 0, false, false, 1 });
+    stays({ 2, 2, 2, 2, 128, 2, 4, 1, 700, 2, 0, 0, false, false, 1 });
     stays({ 3, 3, 2, 0, 64, 1, 4, 1, 500, 1, 0, 0, true, false, 3, 32, 0 });
     stays({ 2, 1, 2, 1, 64, 1, 4, 2, 300, 1, 0, 0, false, false, 1 });
     stays({ 4, 3, 2, 0, 64, 1, 4, 1, 200, 1, 0, 0, false, false, 4 });
@@ -306,7 +306,7 @@ static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
             for (int turns : { 1, 3, 4, 5 }) {
                 for (int neox : { 0, 1 }) {
                     if (many) {
-                        stays({ bits / 8, bits % 8, 2, neox, D, 2, 4, 1, 1100, turns, 0, 0, false, false, turns,
+                        stays({ bits / 8, bits % 8, 2, 2 * neox, D, 2, 4, 1, 1100, turns, 0, 0, false, false, turns,
                             neox ? 0 : D / 2, neox });
                         stays({ bits / 8, bits % 8, 2, 1 - neox, D, 1, bits == 18 ? 8 : 5, turns == 1 ? 3 : 1, 3000, 1,
                             bits == 27 ? 20.0f : 0.0f, bits == 36 ? 8.0f : 0.0f, neox == 1, false, turns, 0, neox });

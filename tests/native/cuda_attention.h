@@ -463,8 +463,8 @@ static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false)
         for (const auto & x : { std::make_pair(2, 2), { 3, 2 }, { 3, 3 }, { 4, 4 } }) {
             if (few && x.first + x.second != (D == 64 ? 4 : 5)) { continue; }
             for (const int turns : { 1, 3 }) {
-                attention_case c = { x.first, x.second, 2, turns == 1, D, 1, gqa, 1, 330, 1, 0, 0, x.second == 3,
-                    false };
+                attention_case c = { x.first, x.second, 2, turns == 1 ? 2 : 1, D, 1, gqa, 1, 330, 1, 0, 0,
+                    x.second == 3, false };
                 c.turns = turns;
                 c.n_dims = turns == 1 ? D / 2 : 0;
                 c.neox = turns == 3;
@@ -497,8 +497,8 @@ static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false)
                 bits == 4 ? 8.0f : 0.0f, false, false });
         }
         for (int bits : { 2, 3, 4 }) {
-            short_attention({ bits, 2 + (bits + 1) % 3, 2, bits % 2, 64, 1, 4, 1, 330, 1, 0, 0, bits == 3, bits == 4 });
-            short_attention({ bits, 2 + bits % 3, 2, 1 - bits % 2, 128, 1, 1 << bits % 4, 1, 480, 1,
+            short_attention({ bits, 2 + (bits + 1) % 3, 2, bits % 3, 64, 1, 4, 1, 330, 1, 0, 0, bits == 3, bits == 4 });
+            short_attention({ bits, 2 + bits % 3, 2, (bits + 1) % 3, 128, 1, 1 << bits % 4, 1, 480, 1,
                 bits == 2 ? 20.0f : 0.0f, bits == 3 ? 8.0f : 0.0f, false, false });
         }
         for (int D : { 64, 128 }) { short_others(D, D == 64 ? 4 : 3, true); }
@@ -527,7 +527,7 @@ static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false)
     for (int kb : { 2, 3, 4 }) {
         for (int vb : { 2, 3, 4 }) {
             for (int D : { 64, 128 }) {
-                for (int scale : { 0, 1 }) {
+                for (int scale : { 0, 1, 2 }) {
                     short_attention({ kb, vb, 2, scale, D, 2, 4, 1, 1100, 1, 0, 0, false, false });
                     short_attention({ kb, vb, 2, scale, D, 1, 1 << kb, 1, 31 + D, 3, vb == 2 ? 20.0f : 0.0f,
                         vb == 3 ? 8.0f : 0.0f, vb == 4, kb == vb });

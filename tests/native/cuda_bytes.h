@@ -53,10 +53,10 @@ static void bytes_attention(kvq_cuda_device & d, bool quick) {
             for (const int gqa : { 1, 2, 3, 4 }) {
                 if (quick && (gqa + page / 32 + D / 64) % 4) { continue; }
                 const float softcap = gqa == 3 ? 20.0f : 0.0f, alibi = gqa % 3 == 1 ? 8.0f : 0.0f;
-                attention({ 2, 2, 2, gqa % 2, D, 2, gqa, 4 / gqa, 700 + 161 * gqa, 1 + gqa, softcap, alibi, gqa == 2,
+                attention({ 2, 2, 2, gqa % 3, D, 2, gqa, 4 / gqa, 700 + 161 * gqa, 1 + gqa, softcap, alibi, gqa == 2,
                               page == 64 },
                     page == 32 || gqa == 1, gqa == 3, page);
-                attention_case c = { 2, 2, 2, (gqa + 1) % 2, D, 2, gqa, 1, 1500 + 91 * gqa, 1 + gqa % 2, softcap, 0,
+                attention_case c = { 2, 2, 2, (gqa + 1) % 3, D, 2, gqa, 1, 1500 + 91 * gqa, 1 + gqa % 2, softcap, 0,
                     gqa == 4, false };
                 c.turns = gqa % 2 ? 3 : 1;
                 c.n_dims = gqa % 3 ? 0 : D / 2;

@@ -11,7 +11,7 @@ static int check_split_codecs(kvq_cuda_device & d, bool quick) {
         for (int D : { 16, 64, 80, 96, 128, 192, 256, 512 }) {
             for (int bits = 1; bits <= 4; bits++) {
                 for (int fast = 0; fast <= 4; fast++) {
-                    const int scale = (bits + fast + D / 16) % 2, cells = (bits + fast / 2) % 2 ? 96 : 32;
+                    const int scale = (bits + fast + D / 16) % 3, cells = (bits + fast / 2) % 2 ? 96 : 32;
                     if (quick && (bits * 5 + fast + D / 16 + split) % (D > 128 ? 29 : 11)) { continue; }
                     kvq_codec c = make_codec(KVQ_ROLE_K, bits, 2, scale, 0, 0.0f, cells, D);
                     c.split = split;
@@ -59,7 +59,7 @@ static void check_split(kvq_cuda_device & d, bool quick) {
             for (int split : { KVQ_SPLIT_NORM, KVQ_SPLIT_NEOX }) {
                 const int x = i + D / 16 + split;
                 if (quick && x % (D == 64 || D == 128 ? 5 : 10)) { continue; }
-                attention_case c = { triples[i].slow, triples[i].v, 2, x / 2 % 2, D, 1 + i % 2, 1 + i * 3 % 8, 1, 500,
+                attention_case c = { triples[i].slow, triples[i].v, 2, x / 2 % 3, D, 1 + i % 2, 1 + i * 3 % 8, 1, 500,
                     1 + i % 2, i == 1 ? 20.0f : 0.0f, i == 4 ? 8.0f : 0.0f, i == 2, false };
                 c.split = split;
                 c.fast = triples[i].fast;

@@ -36,7 +36,7 @@ static kvq_codec random_codec() {
         c.scale = uniform(0, 2);
         if (c.type == KVQ_TYPE_LATTICE) {
             c.group = pick({ 2, 2, 4, 8 });
-            c.scale = uniform(0, 1);
+            c.scale = uniform(0, 2);
             if (c.role == KVQ_ROLE_K && uniform(0, 2) == 0) {
                 c.split = pick({ KVQ_SPLIT_NORM, KVQ_SPLIT_NEOX });
                 c.fast_bits = uniform(0, 4);

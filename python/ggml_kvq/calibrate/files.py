@@ -117,6 +117,7 @@ def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, 
         "kvq.aqua.sinks": sinks,
         "kvq.aqua.tokens": means.n_tokens,
         "kvq.auto.pairs": means.pairs,
+        **({"kvq.auto.order": means.climb} if means.pairs == "sorted" and means.climb != "none" else {}),
     }
 
 

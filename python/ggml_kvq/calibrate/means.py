@@ -18,8 +18,9 @@ import numpy as np
 
 from .. import files
 from ..progress import Line
-from . import capture
-from .order import sorted_keys
+from ..reference.auto import SORTED_KEYS
+from . import capture, ladder
+from .order import logit_errors, sorted_keys
 
 FORMAT = 3  # of a checkpoint
 
@@ -41,6 +42,7 @@ class Means:
     """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry,
     keys and values; rms[il] = root mean square of the rows; pairs: how keys are to be split, one of
     capture.SPLITS or "sorted"; order[il] = (channel, gain), f32 [width] each: how they can be sorted (order.py);
+    climb: option `order` of method auto with sorted keys, in which their layers rise, "none" where it is not known;
     losses: divergence by `pairs`, where it was tried (halves.py).
     """
 
@@ -49,6 +51,7 @@ class Means:
     rms: dict[int, tuple[float, float]] = field(default_factory=dict)
     pairs: str = "none"
     order: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    climb: str = "none"
     losses: dict[str, float] = field(default_factory=dict)
     n_tokens: int = 0
     seconds: float = 0.0
@@ -128,7 +131,8 @@ def fit(
         seconds=time.monotonic() - started,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
-    for il, heads, size, _ in shapes:
+    errors: dict[int, list[float]] = {}
+    for ordinal, (il, heads, size, _) in enumerate(shapes):
         mean_k, mean_v = (sums[il, v].total / n for v in (0, 1))
         share_k, share_v = (
             float((m**2).sum() / max((sums[il, v].square / n).sum(), 1e-30)) for v, m in enumerate((mean_k, mean_v))
@@ -138,9 +142,14 @@ def fit(
         rms_k, rms_v = (float(np.sqrt((sums[il, v].square / n).mean())) for v in (0, 1))
         out.rms[il] = (rms_k, rms_v)
         if turned != "none" and met[il].any():
-            keys = np.maximum(sums[il, 0].square / n - mean_k**2, 0)
-            order = sorted_keys(keys.reshape(heads, size), met[il].reshape(heads, size), turned)
+            keys = np.maximum(sums[il, 0].square / n - mean_k**2, 0).reshape(heads, size)
+            queries = (met[il] / n_sequences).reshape(heads, size)
+            order = sorted_keys(keys, queries, turned)
             out.order[il] = (order[0].reshape(-1), order[1].reshape(-1))
+            errors[ordinal] = logit_errors(keys, queries, turned, SORTED_KEYS)
+    if len(errors) == len(shapes):
+        rungs = ladder.of("sorted")
+        out.climb = rungs.text(ladder.climb(ladder.estimated(errors), rungs))
     return out
 
 

@@ -9,12 +9,19 @@ of its channels, D(bits) times the mean of e_p g_p^2 when pair p has gain g_p. A
 
 So pairs are sorted by e_p q_p, and the strong half gets more bits. The order is that of keys' blocks: weak pairs first,
 the two channels of a pair side by side.
+
+The same sum says what a layer's keys lose with each number of bits, before anything is tried (logit_errors). That sets
+the order in which keys and values of layers get more bits (ladder.climb).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+#: Mean square error of a value of variance 1 in a block of so many bits (types/lattice.h)
+ERRORS = {0: 1.0, 1: 0.3634, 2: 0.1080, 3: 0.0275, 4: 0.0072}
 LEAST = 1e-6  # of the strongest pair's energy: what is weaker counts as that
 
 
@@ -39,3 +46,15 @@ def sorted_keys(keys: np.ndarray, queries: np.ndarray, kind: str) -> tuple[np.nd
         channel[h] = pairs[by_weight].reshape(-1)
         gain[h] = np.clip(g[by_weight], 2.0**-14, 2.0**14).repeat(2)
     return channel, gain
+
+
+def logit_errors(keys: np.ndarray, queries: np.ndarray, kind: str, halves: Sequence[tuple[int, int]]) -> list[float]:
+    """Mean square error of a logit for sorted keys of each (weak, strong) bits, over the heads of a layer. keys,
+    queries: as sorted_keys takes them, queries as capture.queries gives them, in the units of logits.
+    """
+    size = keys.shape[1]
+    pairs = pair_channels(size, kind)
+    e, q = (x[:, pairs].sum(-1) for x in (keys, queries))
+    cost = np.sort(np.sqrt(np.maximum(e * q, 0)), axis=1)  # weak pairs first
+    weak, strong = (np.square(half.sum(1)).mean() / half.shape[1] for half in np.split(cost, 2, axis=1))
+    return [float((ERRORS[w] * weak + ERRORS[s] * strong) / 2 / size) for w, s in halves]

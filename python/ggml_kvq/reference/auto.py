@@ -85,6 +85,7 @@ class Auto(LatticeMethod):
         "window": 64,
         **{key: value for key, value in LATTICE_OPTIONS.items() if key != "grid"},
         "sinks": 4,
+        "scales": "u4",
         "far": "none",
         "top": 64,
         "prompt": "exact",

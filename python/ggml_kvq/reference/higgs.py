@@ -30,7 +30,7 @@ class LatticeMethod(Method):
                     role,
                     self.bits(role, ordinal),
                     VECTOR[o["grid"]],
-                    int(o["scales"] == "u8"),
+                    {"f16": 0, "u8": 1, "u4": 2}[o["scales"]],
                     0,
                     0.0,
                     32,

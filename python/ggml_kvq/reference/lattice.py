@@ -7,7 +7,8 @@ scale = rms (1 and 2 bits) or rms times the best of FACTORS (3 and 4 bits), s = 
 least squared distance to y * (1/s), decoded x = H (point * 2^-12 * s). inf and nan count as 0.
 
 codec.group = d. Scales: f16 s[n_cells], or f16 top, u8 u[n_cells] with s = top * (1/65025) * u^2, u = floor(255
-sqrt(scale/top) + 1/2). A cell that holds no data has scale 0. Indices are packed as affine codes are (affine.py), with
+sqrt(scale/top) + 1/2), or f16 top, u4 u[n_cells] with 15 and 225 in the place of 255 and 65025, the cell of the lower
+number in the lower half of a byte. A cell that holds no data has scale 0. Indices are packed as affine codes are (affine.py), with
 vectors in the place of channels and parts {2}, {4}, {4 low, 2 high}, {8}.
 
 Split keys (codec.split): the channels of the slow half of the rotary pairs are such a block of codec.bits, those of the
@@ -98,7 +99,7 @@ def _nbytes(c: Codec) -> tuple[int, int]:
     for width, _ in PARTS[c.bits * c.group]:
         tiles, lanes, chunks, _, k = _part_shape(c, width)
         codes += tiles * chunks * lanes * k
-    return codes, 2 + c.n_cells if c.scale else 2 * c.n_cells
+    return codes, 2 * c.n_cells if c.scale == 0 else 2 + c.n_cells // c.scale
 
 
 def pack(c: Codec, index: np.ndarray) -> np.ndarray:
@@ -131,11 +132,17 @@ def unpack(c: Codec, codes: np.ndarray) -> np.ndarray:
     return out if c.role == K else out.T
 
 
+def _levels(c: Codec) -> int:
+    """The largest u of a stored scale."""
+    return 255 if c.scale == 1 else 15
+
+
 def scales(c: Codec, params: np.ndarray) -> np.ndarray:
     """Stored scales, f32 [n_cells]."""
     if c.scale:
-        u = params[2:].astype(np.float32)
-        s = params[:2].view("<f2").astype(np.float32) * np.float32(np.float32(1) / np.float32(65025)) * (u * u)
+        u = params[2:] if c.scale == 1 else np.stack([params[2:] & 15, params[2:] >> 4], 1).reshape(-1)
+        u, most = u.astype(np.float32), np.float32(_levels(c))
+        s = params[:2].view("<f2").astype(np.float32) * (np.float32(1) / (most * most)) * (u * u)
     else:
         s = params.view("<f2").astype(np.float32)
     return np.where(np.isfinite(s), s, np.float32(0))
@@ -185,9 +192,11 @@ def pack_scales(c: Codec, scale: np.ndarray) -> np.ndarray:
     top = to_f16(scale.max(keepdims=True))
     t = top.astype(np.float32)
     u = np.zeros_like(scale)
+    most = _levels(c)
     if t[0] > 0:
-        u = np.floor(np.float32(255) * np.sqrt(scale / t) + np.float32(0.5))
-    return np.concatenate([top.astype("<f2").view(np.uint8), np.clip(u, 0, 255).astype(np.uint8)])
+        u = np.floor(np.float32(most) * np.sqrt(scale / t) + np.float32(0.5))
+    u = np.clip(u, 0, most).astype(np.uint8)
+    return np.concatenate([top.astype("<f2").view(np.uint8), u if c.scale == 1 else u[::2] | u[1::2] << 4])
 
 
 def _rotate(rows: np.ndarray) -> np.ndarray:
