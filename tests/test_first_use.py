@@ -14,12 +14,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 from ggml_kvq import Model, _paths, cpus, default_means, launcher, progress, router
+from ggml_kvq.calibrate import halves
 from ggml_kvq.flags import User
 from test_server_page import server
 
@@ -214,6 +216,25 @@ def test_a_damaged_file_is_measured_again_and_says_so(
     there.write_bytes(whole[:5000])
     again, why = default_means.ensure(demo_model, lines.append, 1)
     assert again == str(there) and not why and "it is measured again" in lines[0] and str(there) in lines[0]
+
+
+def test_data_of_an_older_version_are_measured_again(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of sorted keys without the order in which layers rise."""
+    monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(halves, "checked", lambda path, fitted, *_, **__: replace(fitted, pairs="sorted"))
+    first, _ = default_means.ensure(demo_model, print, 1)
+    there, said = Path(str(first)), list[str]()
+    whole = there.read_bytes()
+    assert default_means.ensure(demo_model, said.append, 1)[0] == first and not said
+    with monkeypatch.context() as older:
+        older.setattr(halves, "checked", lambda path, fitted, *_, **__: replace(fitted, pairs="sorted", climb="none"))
+        there.unlink()
+        default_means.ensure(demo_model, print, 1)
+    assert there.read_bytes() != whole
+    assert default_means.ensure(demo_model, said.append, 1)[0] == first and len(said) == 1
+    assert there.read_bytes() == whole
 
 
 FIRST = "import sys; from ggml_kvq import default_means; print(default_means.ensure(sys.argv[1], print, 1))"

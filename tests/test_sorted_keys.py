@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from ctypes import CDLL
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from ggml_kvq import Model, default_means, kernels, loader, native
-from ggml_kvq.calibrate import files, halves, means
-from ggml_kvq.calibrate.order import pair_channels, sorted_keys
+from ggml_kvq.calibrate import files, halves, ladder, means
+from ggml_kvq.calibrate.order import logit_errors, pair_channels, sorted_keys
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.reference import METHODS, LayerShape, attention, lattice
 from ggml_kvq.reference.auto import SORTED_KEYS, SORTED_VALUES
@@ -65,6 +66,57 @@ def test_channels_without_energy_have_finite_gains() -> None:
     keys[0, 3] = 1.0
     channel, gain = sorted_keys(keys, np.zeros((1, 16)), "neox")
     assert sorted(channel[0]) == list(range(16)) and np.isfinite(gain).all() and (gain > 0).all()
+
+
+@pytest.mark.parametrize("rung", SORTED_KEYS)
+def test_the_error_of_a_logit_is_known_before_it_is_tried(rung: tuple[int, int]) -> None:
+    """Random keys and queries of given energies, sealed by the definition: their logits err as logit_errors says."""
+    rng = np.random.default_rng(3)
+    keys, queries = np.exp(rng.normal(size=(2, 2, 64)) * 1.5)
+    channel, gain = sorted_keys(keys, queries, "norm")
+    weak, strong = rung
+    c = Codec(LATTICE, K, strong, 2, 2, 0, 0.0, 256, 64, split=SPLIT_NORM, fast_bits=weak)
+    found = 0.0
+    for h in range(2):
+        k = (rng.normal(size=(256, 64)) * np.sqrt(keys[h])).astype(np.float32)
+        q = rng.normal(size=(500, 64)) * np.sqrt(queries[h])
+        block = lattice.encode(c, lattice.sort_rows(k, channel[h], gain[h]).astype(np.float16))
+        back = lattice.unsort_rows(lattice.decode(c, *block), channel[h], gain[h])
+        found += np.square(q @ (back - k).T / 8).mean() / 2
+    said = logit_errors(keys, queries, "norm", [rung])[0]
+    assert said == pytest.approx(found, rel=0.15)
+
+
+def test_keys_that_err_most_rise_first() -> None:
+    """Layers alike but for queries that are 3 times as large in one: its keys climb before all others'."""
+    rng = np.random.default_rng(4)
+    keys, queries = np.exp(rng.normal(size=(2, 1, 64)))
+    errors = {il: logit_errors(keys, queries * (9 if il == 2 else 1), "norm", SORTED_KEYS) for il in range(4)}
+    rungs = ladder.of("sorted")
+    order = ladder.climb(ladder.estimated(errors), rungs)
+    at_half = order[: len(order) // 2]
+    assert order == ladder.climb_evenly(ladder.estimated(errors), rungs, [range(4)])
+    assert len(order) == 4 * 7 and at_half.count((2, "k")) > max(at_half.count((il, "k")) for il in (0, 1, 3))
+    for il in range(4):  # the last rung of keys is there where values have reached theirs
+        last_k = max(i for i, r in enumerate(order) if r == (il, "k"))
+        assert last_k > max(i for i, r in enumerate(order) if r == (il, "v"))
+
+
+def test_each_cache_keeps_to_the_number_that_was_asked_for() -> None:
+    """Layers of a cache with windows err ten times as much: both caches have about as many bits at each level."""
+    rng = np.random.default_rng(5)
+    keys, queries = np.exp(rng.normal(size=(2, 1, 64)))
+    groups = [[2, 5], [0, 1, 3, 4]]
+    errors = {il: logit_errors(keys, queries * (1 if il in groups[0] else 100), "norm", SORTED_KEYS) for il in range(6)}
+    rungs = ladder.of("sorted")
+    order = ladder.climb_evenly(ladder.estimated(errors), rungs, groups)
+    assert sorted(order) == sorted(ladder.climb(ladder.estimated(errors), rungs))
+    for level in range(len(order)):
+        bits = [
+            np.mean([rungs.bits[side][order[:level].count((il, side))] for il in group for side in "kv"])
+            for group in groups
+        ]
+        assert abs(bits[0] - bits[1]) <= 0.5, (level, bits)
 
 
 # ------------------------------------------------------------------ the ladder
@@ -146,6 +198,21 @@ def test_attention_over_sorted_keys(lib: CDLL, weak: Any, strong: Any, head: int
 @pytest.fixture(scope="module")
 def fitted(demo_model: Path) -> means.Means:
     return means.fit(demo_model, MEANS, n_sequences=1, length=512, shorten=True)
+
+
+def test_sorted_keys_come_with_an_order_of_layers(demo_model: Path, fitted: means.Means, tmp_path: Path) -> None:
+    """The data hold it, the library takes it, and keys of other pairs do without."""
+    assert fitted.climb.count("k") == 12 * 4 and fitted.climb.count("v") == 12 * 3
+    sorted_ones = replace(fitted, pairs="sorted")
+    path = tmp_path / "sorted.kvq.gguf"
+    files.write_sidecar(path, files.fields(demo_model, sorted_ones, 4), files.arrays(sorted_ones))
+    lines = {}
+    for opts in ("bits=2", "bits=2,order=none", "bits=2,pairs=none"):
+        with Model(demo_model, kv_method="auto", kv_opts=opts, kv_config=path, n_ctx=512) as model:
+            lines[opts] = model.load_line
+    assert "halves" in lines["bits=2"] and "halves" not in lines["bits=2,pairs=none"]
+    assert lines["bits=2"].split(", V")[0] != lines["bits=2,order=none"].split(", V")[0].replace(",order=none", "")
+    assert "kvq.auto.order" not in files.fields(demo_model, fitted, 4)
 
 
 def test_sorted_keys_lose_less_than_whole_ones(demo_model: Path, fitted: means.Means) -> None:

@@ -14,7 +14,7 @@
 // Which pays is tried when a model is measured (calibrate/halves.py). Either way there are halves only where means are
 // taken off. The rungs are those for which there are kernels.
 // `order` says what rises next: a layer, or with pairs=sorted the keys or the values of a layer, as 0v.3k.5v. Data hold
-// it. Without it
+// it: of sorted keys, first use estimates it from what it measures anyway (calibrate/ladder.py). Without it
 //   sorted       all layers rise together, in the order of DEFAULT_STEPS
 //   others       the upper half of the layers stands one or two rungs above the lower half
 // With `far` the same blocks are the near copy of a second tier (SpeCache), which lies in host memory.

@@ -18,7 +18,7 @@ from ctypes import byref, c_char_p
 from pathlib import Path
 from typing import Any
 
-from . import methods, native
+from . import gguf_header, methods, native
 from .errors import KvqError
 from .progress import Line
 
@@ -38,6 +38,12 @@ def path_of(model: str | os.PathLike[str]) -> Path:
     model. The library finds them there by itself (host/measured.cpp). KvqError.
     """
     return _look_up(model)[0]
+
+
+def _lacks_order(there: Path) -> bool:
+    """Sorted keys without the order in which layers rise: an older version measured them."""
+    fields = gguf_header.read(there).kvq()
+    return fields.get("kvq.auto.pairs") == "sorted" and "kvq.auto.order" not in fields
 
 
 def _look_up(model: str | os.PathLike[str]) -> tuple[Path, str]:
@@ -102,14 +108,14 @@ def ensure(
 
     try:
         there, why = _look_up(model)
-        if not why:
+        if not why and not _lacks_order(there):
             return str(there), ""
         try:
             disk.probe(there)
         except KvqError as e:
             return None, f"{e}; or set KVQ_CACHE_DIR to a folder that is yours"
         name = os.path.basename(model)
-        if there.is_file():
+        if why and there.is_file():
             say(f"{why.split(': make it again')[0]}: it is measured again")
         say(f"first use of {name}: measuring its keys and values, once ({there})")
         text = TEXT.read_text(encoding="utf-8")

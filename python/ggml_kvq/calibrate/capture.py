@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,18 @@ def queries(model: Model, il: int, width: int) -> np.ndarray:
     return np.zeros(width)
 
 
+def groups(model: Model, shapes: Sequence[tuple[int, int, int, int]]) -> list[list[int]]:
+    """Layers by cache: sliding-window layers have one of their own."""
+    kvq, found = model._libs.need_kvq(), {}
+    with kvstats.lock:
+        for il, *_ in shapes:
+            at = np.empty(0, np.float32).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            found[il] = next(
+                (i for i in kvstats._numbers(id(model)) if kvq.kvq_cache_rows(i, il, 0, 0, 0, 0, at) == 0), -1
+            )
+    return [[il for il in found if found[il] == i] for i in sorted(set(found.values()))]
+
+
 def sequences(model: Model, text: str, n: int, length: int, seed: int) -> list[np.ndarray]:
     """n token sequences of `length`, cut from the text one after the other and drawn in an order the seed fixes.
 
@@ -152,18 +164,7 @@ class GgufSource:
         self._model: Model | None = open_model(path, length, n_threads)
         self._watch = contextlib.ExitStack()
         self._watch.enter_context(observed_queries(self._model))
-        self._groups = self._find_groups(self._model)
-
-    def _find_groups(self, model: Model) -> list[list[int]]:
-        """Layers by cache: sliding-window layers have one of their own."""
-        kvq, found = model._libs.need_kvq(), {}
-        with kvstats.lock:
-            for il, *_ in self.shapes:
-                at = np.empty(0, np.float32).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-                found[il] = next(
-                    (i for i in kvstats._numbers(id(model)) if kvq.kvq_cache_rows(i, il, 0, 0, 0, 0, at) == 0), -1
-                )
-        return [[il for il in found if found[il] == i] for i in sorted(set(found.values()))]
+        self._groups = groups(self._model, self.shapes)
 
     def groups(self) -> list[list[int]]:
         return self._groups

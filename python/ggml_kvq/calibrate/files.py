@@ -159,6 +159,7 @@ def predictor_fields(path: str | os.PathLike[str], fit: Fit, bits: Bits, sinks: 
         "kvq.aqua.sinks": sinks,
         "kvq.aqua.tokens": fit.n_tokens,
         "kvq.auto.pairs": fit.pairs,
+        **({"kvq.auto.order": fit.climb()} if fit.climb() != "none" else {}),
         **{f"kvq.aqua.blk.{il}.prev": layer.prev for il, layer in fit.layers.items() if layer.prev >= 0},
     }
 

@@ -8,7 +8,7 @@ of risers about add up, so the best mixture for any number of bits rises along t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..reference.auto import RUNGS, SORTED_KEYS, SORTED_VALUES, WHOLE, code_bits, spread
@@ -62,6 +62,25 @@ def estimated(logit_errors: Mapping[int, Sequence[float]]) -> dict[Riser, list[f
         out[il, "k"] = list(logit_errors[il])
         out[il, "v"] = [VALUES * ERRORS[bits] for bits in SORTED_VALUES]
     return out
+
+
+def climb_evenly(
+    damage: Mapping[Riser, Sequence[float]], ladder: Ladder, groups: Sequence[Collection[int]]
+) -> list[Riser]:
+    """climb() in each group of layers. A level gives all groups about as many bits a layer: groups are layers of one
+    cache, and each cache keeps to the number that was asked for.
+    """
+    orders = [climb({r: d for r, d in damage.items() if r[0] in group}, ladder) for group in groups]
+    order: list[Riser] = []
+    at, taken = dict.fromkeys(damage, 0), [0.0] * len(groups)
+    while any(orders):
+        g = min((i for i, left in enumerate(orders) if left), key=lambda i: taken[i])
+        riser = orders[g].pop(0)
+        bits = ladder.bits[riser[1]]
+        taken[g] += (bits[at[riser] + 1] - bits[at[riser]]) / len(groups[g])
+        at[riser] += 1
+        order.append(riser)
+    return order
 
 
 def climb(damage: Mapping[Riser, Sequence[float]], ladder: Ladder) -> list[Riser]:

@@ -111,6 +111,8 @@ def fit(
         if shorten:
             length = min(length, len(model.tokenize(text)) // 16 * 16)
         chosen = capture.sequences(model, text, n_sequences, length, seed)
+        number = {il: i for i, (il, *_) in enumerate(shapes)}
+        groups = [{number[il] for il in group} for group in capture.groups(model, shapes)]
         for i in range(done, n_sequences):
             for il, keys, values in capture.each(model, shapes, chosen[i], sinks, tick):
                 sums[il, 0].add(keys)
@@ -149,7 +151,7 @@ def fit(
             errors[ordinal] = logit_errors(keys, queries, turned, SORTED_KEYS)
     if len(errors) == len(shapes):
         rungs = ladder.of("sorted")
-        out.climb = rungs.text(ladder.climb(ladder.estimated(errors), rungs))
+        out.climb = rungs.text(ladder.climb_evenly(ladder.estimated(errors), rungs, groups))
     return out
 
 

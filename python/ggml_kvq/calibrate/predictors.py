@@ -27,9 +27,10 @@ from .. import cpus, files, kernels, loader
 from ..errors import KvqError
 from ..progress import Line
 from ..reference import LATTICE, Codec, K, V
+from ..reference.auto import SORTED_KEYS
 from ..reference.codec import SPLIT_NORM
-from . import weights
-from .order import sorted_keys
+from . import ladder, weights
+from .order import logit_errors, sorted_keys
 
 CHUNK = 8192  # rows in memory
 RIDGE = 1e-3  # of the mean diagonal of x x^T, as the paper's code has it
@@ -60,6 +61,7 @@ class Layer:
     """mean: f32 [width] of keys, values; rms: of their rows. weight: raw rows as GGUF holds them ("f16" or "q4_0"),
     None in the first layer. order, left: (channel, gain) f32 [heads, head_size] of keys, and of what their prediction
     leaves (order.py); None where the queries are not known.
+    errors: of a logit on each rung of sorted keys (order.logit_errors), of what is left.
     explained: share of the variance (keys, values) on sequences that were not fitted; gain: the same by number of
     sequences.
     """
@@ -72,21 +74,37 @@ class Layer:
     rms: tuple[float, float] = (0.0, 0.0)
     order: Order | None = None
     left: Order | None = None
+    errors: list[float] = field(default_factory=list)
 
 
 @dataclass
 class Fit:
-    """pairs: which channels of a key turn together, norm or neox; none: keys are not sorted."""
+    """pairs: which channels of a key turn together, norm or neox; none: keys are not sorted. groups: layers by cache."""
 
     layers: dict[int, Layer] = field(default_factory=dict)
     predictor: str = "full"
     pairs: str = "none"
+    groups: list[list[int]] = field(default_factory=list)
     format: str = "f16"
     n_tokens: int = 0
     seconds: float = 0.0
     seconds_capture: float = 0.0
     peak_mib: float = 0.0
     disk_mib: float = 0.0
+
+    def climb(self) -> str:
+        """Option `order` of method auto with these predictors, "none" where it is not known."""
+        if self.pairs != "sorted" or not all(x.errors for x in self.layers.values()):
+            return "none"
+        damage: dict[ladder.Riser, list[float]] = {}
+        layers = [self.layers[il] for il in sorted(self.layers)]
+        for riser, errors in ladder.estimated({i: x.errors for i, x in enumerate(layers)}).items():
+            x = layers[riser[0]]
+            left = 1.0 - max(x.explained[1], 0.0) if riser[1] == "v" else 1.0
+            damage[riser] = [left * e for e in errors]
+        rungs = ladder.of("sorted")
+        number = {il: i for i, il in enumerate(sorted(self.layers))}
+        return rungs.text(ladder.climb_evenly(damage, rungs, [{number[il] for il in g} for g in self.groups]))
 
 
 @dataclass(frozen=True)
@@ -252,7 +270,7 @@ def fit(
     out.disk_mib = captured / 2**20
     work = _Work(store, total, per, n_sequences, bits, form, n_threads, bar, sum(len(g) for g in groups))
     work.pairs, work.queries = _load_queries(place)
-    out.pairs = work.pairs
+    out.pairs, out.groups = work.pairs, groups
     for group in groups:
         for ordinal, il in enumerate(group):
             saved = place / f"layer.{il}.npz"
@@ -383,8 +401,10 @@ class _Work:
 
     def orders(
         self, shape: Shape, p: Products | None, w: np.ndarray | None, squares: np.ndarray, n: int
-    ) -> list[Order]:
-        """Of keys whose squares less their mean sum up to `squares` over n rows, and of what w leaves of them."""
+    ) -> tuple[list[Order], list[float]]:
+        """Of keys whose squares less their mean sum up to `squares` over n rows, and of what w leaves of them; and
+        Layer.errors.
+        """
         il, heads, size, _ = shape
         q = self.queries[il].reshape(heads, size)
         left = squares
@@ -393,7 +413,8 @@ class _Work:
             left = (
                 squares - 2 * np.einsum("oi,io->o", x, p.xy[0]) + np.einsum("oi,ij,oj->o", x, p.xx[0], x, optimize=True)
             )
-        return [sorted_keys(np.maximum(e, 0).reshape(heads, size) / n, q, self.pairs) for e in (squares, left)]
+        both = [np.maximum(e, 0).reshape(heads, size) / n for e in (squares, left)]
+        return [sorted_keys(e, q, self.pairs) for e in both], logit_errors(both[1], q, self.pairs, SORTED_KEYS)
 
     def solve(self, p: Products, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(raw rows for GGUF, the same as f32 [n_out, n_in])."""
@@ -433,7 +454,7 @@ class _Work:
             k_pred = kernels.pack_weights(self.lib, w, bits)
         order, halves = None, self.bits.halves(size_k) if ordinal else None
         if self.pairs != "none":
-            out.order, out.left = self.orders(shape, of_keys, w, squares, n_squares)
+            (out.order, out.left), out.errors = self.orders(shape, of_keys, w, squares, n_squares)
             if halves is not None:
                 order, codecs[0] = out.left, halves
         p = Products(wk + w_below, wv)
@@ -492,7 +513,11 @@ def _save(path: Path, layer: Layer) -> None:
     arrays |= {"mean0": layer.mean[0], "mean1": layer.mean[1], "prev": layer.prev, "rms": layer.rms}
     for name, order in (("order", layer.order), ("left", layer.left)):
         arrays |= {name: np.stack(order)} if order is not None else {}
-    arrays |= {"explained": layer.explained, "gain": [[n, *g] for n, g in sorted(layer.gain.items())]}
+    arrays |= {
+        "errors": layer.errors,
+        "explained": layer.explained,
+        "gain": [[n, *g] for n, g in sorted(layer.gain.items())],
+    }
     with open(new, "wb") as f:
         np.savez(f, **{name: np.asarray(value) for name, value in arrays.items()})  # type: ignore[arg-type]
     os.replace(new, path)
@@ -507,5 +532,7 @@ def _load(path: Path) -> Layer:
             [float(x) for x in z["explained"]],
             {int(row[0]): [float(row[1]), float(row[2])] for row in z["gain"]},
             tuple(float(x) for x in z["rms"]) if "rms" in z else (0.0, 0.0),  # type: ignore[arg-type]
-            *(tuple(z[name]) if name in z else None for name in ("order", "left")),
+            tuple(z["order"]) if "order" in z else None,
+            tuple(z["left"]) if "left" in z else None,
+            [float(x) for x in z["errors"]] if "errors" in z else [],
         )
