@@ -38,7 +38,7 @@ def checked(
     whole keys of the same code bits. A text that is too short to tell, and a model that method auto refuses, leave them
     whole.
 
-    Halves by speed may lose a ninth more than sorted ones: they have one scale less.
+    Halves by speed may lose a twentieth more than sorted ones: they have one scale less.
     """
     if fitted.pairs == "none":
         return fitted
@@ -46,7 +46,7 @@ def checked(
         fitted.losses = losses(path, fitted, text, n_threads, tick)
     except KvqError:
         fitted.losses = {}
-    good = {pairs: x * (0.9 if pairs == fitted.pairs else 1.0) for pairs, x in fitted.losses.items() if np.isfinite(x)}
+    good = {pairs: x * (0.95 if pairs == fitted.pairs else 1.0) for pairs, x in fitted.losses.items() if np.isfinite(x)}
     fitted.pairs = min(good, key=lambda pairs: good[pairs]) if any(good.values()) else "none"
     return fitted
 

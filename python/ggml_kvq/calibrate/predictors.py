@@ -61,7 +61,7 @@ class Layer:
     """mean: f32 [width] of keys, values; rms: of their rows. weight: raw rows as GGUF holds them ("f16" or "q4_0"),
     None in the first layer. order, left: (channel, gain) f32 [heads, head_size] of keys, and of what their prediction
     leaves (order.py); None where the queries are not known.
-    errors: of a logit on each rung of sorted keys (order.logit_errors), of what is left.
+    errors: of a logit on each rung of sorted keys (order.logit_errors), nothing predicted.
     explained: share of the variance (keys, values) on sequences that were not fitted; gain: the same by number of
     sequences.
     """
@@ -93,17 +93,13 @@ class Fit:
     disk_mib: float = 0.0
 
     def climb(self) -> str:
-        """Option `order` of method auto with these predictors, "none" where it is not known."""
+        """Option `order` of method auto with these data, "none" where it is not known. With predictions the same one
+        serves: it takes a third of the divergence away (docs/methods/auto.md).
+        """
         if self.pairs != "sorted" or not all(x.errors for x in self.layers.values()):
             return "none"
-        damage: dict[ladder.Riser, list[float]] = {}
-        layers = [self.layers[il] for il in sorted(self.layers)]
-        for riser, errors in ladder.estimated({i: x.errors for i, x in enumerate(layers)}).items():
-            x = layers[riser[0]]
-            left = 1.0 - max(x.explained[1], 0.0) if riser[1] == "v" else 1.0
-            damage[riser] = [left * e for e in errors]
-        rungs = ladder.of("sorted")
-        number = {il: i for i, il in enumerate(sorted(self.layers))}
+        rungs, number = ladder.of("sorted"), {il: i for i, il in enumerate(sorted(self.layers))}
+        damage = ladder.estimated({i: self.layers[il].errors for il, i in number.items()})
         return rungs.text(ladder.climb_evenly(damage, rungs, [{number[il] for il in g} for g in self.groups]))
 
 
@@ -414,7 +410,7 @@ class _Work:
                 squares - 2 * np.einsum("oi,io->o", x, p.xy[0]) + np.einsum("oi,ij,oj->o", x, p.xx[0], x, optimize=True)
             )
         both = [np.maximum(e, 0).reshape(heads, size) / n for e in (squares, left)]
-        return [sorted_keys(e, q, self.pairs) for e in both], logit_errors(both[1], q, self.pairs, SORTED_KEYS)
+        return [sorted_keys(e, q, self.pairs) for e in both], logit_errors(both[0], q, self.pairs, SORTED_KEYS)
 
     def solve(self, p: Products, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(raw rows for GGUF, the same as f32 [n_out, n_in])."""
