@@ -66,14 +66,14 @@ def divergences(path: Path, method: str, opts: str, ids: tuple[int, ...] = ()) -
         ("aqua", "predictor=none,bits=4", 0.005),
         ("specache", "", 0.02),
         ("zipcache", "", 0.05),
-        ("zipcache", "keep=0.5", 0.25),
+        ("zipcache", "keep=0.5", 0.22),
         ("minikv", "hh=0.5,rw=0.5", 0.06),
         ("minikv", "", 0.08),
         ("minikv", "bits=4", 0.04),
     ],
 )
 def test_a_text_that_outgrows_its_context(demo_model: Path, method: str, opts: str, limit: float) -> None:
-    """minikv lost the first cells as soon as its pages were full: 0.14, and 0.09 with 4 bits."""
+    """minikv lost the first cells as soon as its pages were full: 0.14, and 0.09 with 4 bits. zipcache too: 0.24."""
     lost = divergences(demo_model, method, opts)
     assert len(lost) == 5
     assert np.mean(lost) < limit
