@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ggml_kvq import Model, Sampling
 from ggml_kvq.errors import ContextOverflowError, KvqError
@@ -58,3 +59,26 @@ def test_a_long_prompt_comes_in_parts(demo_model: Path) -> None:
         assert all(r in ("eos", "context") for r in model.finish_reasons) and len(texts) == 3
         one = "".join(model.generate(long, max_tokens=20, temperature=0))
         assert texts[1].startswith(one[:40])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_an_embedding_is_that_of_upstreams_cache(demo_model: Path, pooling: str) -> None:
+    """Model had no embeddings. Texts that are alike lie nearer than others, under every cache."""
+    text = PROMPTS[0] * 12  # behind the window, so that codes are read
+    other = "int main(void) { return 0; }\n" * 12
+    rows = {}
+    for method, opts in (("upstream", None), ("f16", None), ("kivi", "bits=4,window=32"), ("auto", "bits=4.25")):
+        with Model(demo_model, method, opts, n_ctx=1024, n_threads=2) as model:
+            rows[method] = model.embed(text, pooling=pooling)
+            assert rows[method].shape == (model.embed(other).size,) and not model.tokens
+            assert np.linalg.norm(rows[method]) == pytest.approx(1, abs=1e-5)
+            alike, far = model.embed(text + "ls"), model.embed(other)
+            if pooling == "mean":
+                assert rows[method] @ alike > rows[method] @ far
+            assert len("".join(model.generate(PROMPTS[0], max_tokens=8, temperature=0))) > 4  # as before
+            with pytest.raises(KvqError, match="pooling='max' is unknown; pass 'mean' or 'last'"):
+                model.embed(text, pooling="max")
+            with pytest.raises(KvqError, match="has no token; pass some text"):
+                model.embed([])
+    assert rows["f16"] @ rows["upstream"] > 0.9995
+    assert rows["kivi"] @ rows["upstream"] > 0.98 and rows["auto"] @ rows["upstream"] > 0.98

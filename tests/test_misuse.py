@@ -339,6 +339,14 @@ def test_the_table_of_calls_lists_every_argument_of_model() -> None:
     assert set(inspect.signature(Model.__init__).parameters) - {"self"} <= named
 
 
+def test_the_table_of_calls_lists_every_call_of_model() -> None:
+    """generate_many, feed and truncate were not there."""
+    page = (ROOT / "docs" / "llama-cpp.md").read_text()
+    rows = page[page.index("| call | |") :].split("\n\n")[0].splitlines()[2:]
+    named = {name for row in rows for name in re.findall(r"`(\w+)[(`]", row.split("|")[1])}
+    assert {name for name in dir(Model) if not name.startswith("_")} <= named
+
+
 def test_ctrl_c_while_c_code_calls_back(capfd: pytest.CaptureFixture[str]) -> None:
     """llama.cpp's log calls Python, where a KeyboardInterrupt was printed and forgotten: the model went on loading."""
     import ctypes

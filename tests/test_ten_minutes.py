@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -61,6 +62,19 @@ def test_embed_shows_how_far_it_is_and_replaces_nothing_unasked(
     assert "is there already; choose another name, or add --overwrite" in capsys.readouterr().err
     assert out.stat().st_mtime_ns == before.st_mtime_ns
     assert cli.main([*argv, "--overwrite"]) == 0 and out.stat().st_mtime_ns != before.st_mtime_ns
+
+
+def test_every_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """embed and report had no description."""
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    commands = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    assert {"embed", "report", "calibrate", "completion", "tune"} <= set(commands)
+    for command in commands:
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        said = capsys.readouterr().out.split("\n\n")[1]
+        assert len(said.split()) > 3 and not said.startswith(("positional", "options")), command
 
 
 def test_a_short_text_is_told_how_many_sequences_it_holds() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LLAMA_FIELDS, ROOT
-from ggml_kvq import Model, cli, default_means, gguf_header, info, launcher, named
+from ggml_kvq import Model, cli, default_means, gguf_header, info, launcher, loader, named, native
 from ggml_kvq.calibrate import files, means
 from ggml_kvq.errors import ArgumentTypeError, BudgetError, DownloadError, KvqError, MethodError, StateError
 from ggml_kvq.evaluate import specs
@@ -86,6 +86,24 @@ def test_a_budget_that_is_too_small_is_told_the_least(demo_model: Path) -> None:
     assert got.args[got.args.index("-c") + 1] == "256"
 
 
+def test_a_budget_that_no_context_fits_says_so_in_words(demo_model: Path) -> None:
+    """It said "give at least 11 MiB (2.09 bits), no context fits it"."""
+    said = refusal("-m", str(demo_model), "--kv-budget", "20K", "-c", "4096")
+    assert said.endswith(" bits); a shorter one does not fit either")
+
+
+def test_bits_that_halves_of_keys_cannot_do_with_name_what_can() -> None:
+    """Planned with whole keys before a model's first use, refused with halves after it, without a word of the cure."""
+    lib = loader.libraries().need_kvq()
+    layers = [(i, 3, 64, 64) for i in range(30)]
+    for words in ("bits=1.3,pairs=sorted", "bits=1.3,pairs=sorted,order=none"):
+        with pytest.raises(MethodError, match=r"or set pairs=none: whole keys can do with fewer bits$"):
+            native.plan(lib, "auto", words, layers, 8192)
+    assert native.plan(lib, "auto", "bits=1.3,pairs=none", layers, 8192)["bits"] > 1.3  # with its window
+    with pytest.raises(MethodError, match="ask for that many or more$"):
+        native.plan(lib, "auto", "bits=0.6,pairs=sorted", layers, 8192)
+
+
 def test_python_is_not_told_to_write_a_flag(demo_model: Path) -> None:
     with pytest.raises(BudgetError, match=r"^kv_budget=2M: .*or the longest context for it, n_ctx=\d+$"):
         Model(demo_model, kv_budget="2M", n_ctx=4096)
@@ -107,6 +125,40 @@ def test_types_of_llama_cpp_are_no_methods(demo_model: Path, capsys: pytest.Capt
         Model(demo_model, "q8_0")
     assert cli.main(["info", "-m", str(demo_model), "--cache", "q8_0"]) != 0
     assert "q8_0 is a type of llama.cpp's own cache; write upstream:q8_0" in capsys.readouterr().err
+
+
+def test_a_number_and_an_option_are_named_as_they_were_given(demo_model: Path) -> None:
+    """It said that --kv-opt names bits=2 and bits=3, of which the second was --kv-bits."""
+    said = refusal("-m", str(demo_model), "--kv-method", "auto", "--kv-opt", "bits=2", "--kv-bits", "3")
+    assert said == "--kv-bits 3 and --kv-opt bits=2 both say how many bits: drop one"
+    launcher.command("llama-cli", ["-m", str(demo_model), "--kv-opt", "bits=3", "--kv-bits", "3"], {})
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("kivi,bits=2", "kivi:bits=2"),
+        ("kivi bits=2", "kivi:bits=2"),
+        ("kivi:bits=2:group=64", "kivi:bits=2,group=64"),
+        ("=kivi", "kivi"),
+        ("own=kivi bits=2", "own=kivi:bits=2"),
+    ],
+)
+def test_a_cache_that_is_written_in_another_way(text: str, meant: str) -> None:
+    """They were unknown methods, or values of a wrong type."""
+    with pytest.raises(MethodError, match=f"; write {meant.removeprefix('own=')}$"):
+        specs.parse(text)
+    specs.parse(meant)
+
+
+@pytest.mark.parametrize("argv", [["info", "--bits", "3"], ["plan", "--ctx", "4k"], ["plugin", "kivi"]])
+def test_an_unknown_flag_sends_to_the_help_that_has_them(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """It sent to `ggml-kvq --help`, which has no flags."""
+    with pytest.raises(SystemExit) as e:
+        cli.main(argv)
+    said = capsys.readouterr().err
+    assert e.value.code == 2 and f"ggml-kvq {argv[0]}: error: unknown: " in said
+    assert said.endswith(f"(ggml-kvq {argv[0]} --help tells more)\n")
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,17 @@ kvq_status kvq_levels::find_allowed(int & level, std::string & err) const {
             "for that many or more",
             most.bits, now + 0.005, cells);
         err = text;
+        kvq_options whole = options; // keys that are not split have rungs below
+        const auto pairs = whole.values.find("pairs");
+        if (pairs != whole.values.end() && pairs->second != "none") {
+            pairs->second = "none";
+            std::string other;
+            if (kvq_levels{ method, whole, shapes, n_layer, n_cells, n_stream, 0.0 }.bits(0, cells, now, other) ==
+                    KVQ_OK &&
+                now <= most.bits) {
+                err += ", or set pairs=none: whole keys can do with fewer bits";
+            }
+        }
         return KVQ_ERR_OPTION;
     }
     return highest(most.bits, cells, level, err);

@@ -11,6 +11,7 @@
 #include <new>
 
 constexpr size_t RECENT_RUN = 4; // pages
+constexpr int FIRST_CELLS = 4;   // of a stream, as many as StreamingLLM (arXiv 2309.17453) keeps
 
 bool kvq_evict::candidate::holds_nothing() const {
     return std::all_of(map.begin(), map.end(), [](int32_t c) { return c < 0; });
@@ -277,27 +278,46 @@ std::vector<kvq_evict::run> kvq_evict::runs_of(int s, const std::vector<int> & d
     return runs;
 }
 
-// Pages go, the worst first, until with the fresh ones there are no more than `budget`.
-void kvq_evict::drop_excess(int s, int budget, int64_t first_recent, std::vector<candidate> & fresh) {
+bool kvq_evict::has_first_cell(const int32_t * m) const {
+    return std::any_of(m, m + (size_t) n_head * page_cells, [](int32_t c) { return c >= 0 && c < FIRST_CELLS; });
+}
+
+// Pages go, the worst first, until with the fresh ones there are no more than `budget`. The page with the first cells
+// of the stream goes last, unless they belong to a prompt and prompts are `judged`: then scores alone decide.
+void kvq_evict::drop_excess(int s, int budget, bool judged, int64_t first_recent, std::vector<candidate> & fresh) {
+    if (n_used(s) + (int) fresh.size() <= budget) { return; }
     std::vector<int> may_go; // pages; those being restored, whose values are still to come, stay
+    std::vector<uint8_t> begins((size_t) n_store, 0);
     for (int i = 0; i < n_store; i++) {
         if (page(s, i).used && std::none_of(arrived.begin(), arrived.end(), [&](const auto & a) {
                 return a.first.first == s && a.second.page == i;
             })) {
             may_go.push_back(i);
+            begins[(size_t) i] =
+                (page(s, i).generated || !judged) && page(s, i).lo < FIRST_CELLS && has_first_cell(map(s, i, 0));
         }
     }
-    const auto rank = [&](const slot_page & x) { return x.generated ? 2 : x.newest >= first_recent; };
-    const auto worse = [&](const slot_page & a, const slot_page & b) {
-        const int ra = rank(a), rb = rank(b);
-        return ra != rb ? ra < rb : ra == 2 ? a.newest < b.newest : a.score < b.score;
+    const auto rank = [&](const slot_page & x, bool first) {
+        return first ? 3 : x.generated ? 2 : x.newest >= first_recent;
+    };
+    const auto worse = [&](const slot_page & a, bool first_a, const slot_page & b, bool first_b) {
+        const int ra = rank(a, first_a), rb = rank(b, first_b);
+        return ra != rb ? ra < rb : ra >= 2 ? a.newest < b.newest : a.score < b.score;
+    };
+    const auto worse_page = [&](int x, int y) {
+        return worse(page(s, x), begins[(size_t) x], page(s, y), begins[(size_t) y]);
+    };
+    const auto begins_fresh = [&](const candidate & x) {
+        return (x.info.generated || !judged) && has_first_cell(x.map.data());
+    };
+    const auto worse_fresh = [&](const candidate & x, const candidate & y) {
+        return worse(x.info, begins_fresh(x), y.info, begins_fresh(y));
     };
     for (int n = n_used(s) + (int) fresh.size(); n > budget && may_go.size() + fresh.size() > 0; n--) {
-        const auto a =
-            std::min_element(may_go.begin(), may_go.end(), [&](int x, int y) { return worse(page(s, x), page(s, y)); });
-        const auto b = std::min_element(fresh.begin(), fresh.end(),
-            [&](const candidate & x, const candidate & y) { return worse(x.info, y.info); });
-        if (b == fresh.end() || (a != may_go.end() && !worse(b->info, page(s, *a)))) {
+        const auto a = std::min_element(may_go.begin(), may_go.end(), worse_page);
+        const auto b = std::min_element(fresh.begin(), fresh.end(), worse_fresh);
+        if (b == fresh.end() ||
+            (a != may_go.end() && !worse(b->info, begins_fresh(*b), page(s, *a), begins[(size_t) *a]))) {
             free_page(s, *a);
             may_go.erase(a);
         } else {
@@ -334,7 +354,7 @@ void kvq_evict::seal_keys(
         const float n_kept = keep * (float) n_prompt - (float) n_open;
         budget = std::min(budget, std::max((int) std::lround(n_kept / (float) page_cells), 1) + n_generated);
     }
-    drop_excess(s, budget, first_recent, fresh);
+    drop_excess(s, budget, judged, first_recent, fresh);
     for (int i = 0, j = 0; j < (int) fresh.size(); i++) {
         if (page(s, i).used) { continue; }
         page(s, i) = fresh[(size_t) j].info;

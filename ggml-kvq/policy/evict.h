@@ -8,8 +8,9 @@
 //            cells; never more than n_store pages.
 //   evict    While there are more, the page of the lowest score, summed over its cells and heads, goes: old ones and
 //            those about to be sealed alike. Pages whose run reaches into the newest `recent` of the prompt go after
-//            all others (such runs are of four pages), generated ones last, oldest first. Old and new are meant by the
-//            order of writing, not by cell.
+//            all others (such runs are of four pages), then generated ones, oldest first. Old and new are meant by the
+//            order of writing, not by cell. Where a text outgrows the cache, the page with the first cells of the
+//            stream goes last of all: much of the attention goes to them, and a model's text breaks without them.
 //
 // What is sealed is never quantised again: pages go or stay whole, and because a run is sorted that is close to
 // choosing cells. An evicted cell keeps no trace but a bit; positions of the others do not change. How saved states
@@ -94,8 +95,9 @@ private:
     void seal_keys(
         int s, const std::vector<int> & due, std::vector<int> & made, std::vector<int> & places, kvq_packed & packed);
     std::vector<run> runs_of(int s, const std::vector<int> & due, int64_t first_recent) const;
-    int n_prompt_cells(int s, int p) const; // of an open page
-    void drop_excess(int s, int budget, int64_t first_recent, std::vector<candidate> & fresh);
+    int n_prompt_cells(int s, int p) const;       // of an open page
+    bool has_first_cell(const int32_t * m) const; // a page's map, for any head
+    void drop_excess(int s, int budget, bool judged, int64_t first_recent, std::vector<candidate> & fresh);
     // Pages found whole among rows of a state become pages here. left[(c - cell)*n_head + h]: rows for the frames,
     // evicted ones not among them.
     void restore(

@@ -139,10 +139,12 @@ def fit(
     if want.n_ctx:
         if level < floor:
             longest = _longest(n_ctx, want, lambda n: ladder.cache(n, floor) <= budget)
-            cure = f"or the longest context for it, -c {longest}" if longest else "no context fits it"
+            cure = "; a shorter one does not fit either"
+            if longest:
+                cure = f", or the longest context for it, -c {longest}"
             raise BudgetError(
                 f"{room} hold no context of {n_ctx} tokens: give at least {words(ladder.cache(n_ctx, floor))}"
-                f" ({bits(n_ctx, floor):.2f} bits), {cure}"
+                f" ({bits(n_ctx, floor):.2f} bits){cure}"
             )
         return taken(n_ctx, level, f"{room} at {n_ctx} tokens: {bits(n_ctx, level):.2f} bits")
     if level >= max(floor, ladder.of_bits(least_bits - 0.2)):

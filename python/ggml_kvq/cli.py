@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace(command="")
     with standard_output() as output:
         try:
-            build_parser().parse_args(argv, args)
+            parser = build_parser()
+            _, unknown = parser.parse_known_args(argv, args)
+            if unknown:
+                _command(parser, args.command).error(f"unknown: {' '.join(unknown)}")
             with termination():
                 code = int(args.run(args) or 0)
             output.flush()
@@ -81,6 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 128 + (signal.SIGTERM if isinstance(e, Terminated) else signal.SIGINT)
+
+
+def _command(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    """The parser of a command, whose --help has the flags that were not found."""
+    choices = next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return choices.get(name, parser)
 
 
 class Terminated(KeyboardInterrupt):

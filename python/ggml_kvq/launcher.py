@@ -225,8 +225,9 @@ def _one_number(program: str, user: User, flags: Flags, model: str, opts: str) -
     one that cannot be met.
     """
     named = [opt for opt in flags.opts if opt.replace(" ", "").startswith("bits=")]
-    if named and flags.budget:
-        raise LaunchError(f"--kv-budget {flags.budget} and --kv-opt {named[-1]} both say how many bits: drop one")
+    number = f"--kv-budget {flags.budget}" if flags.budget else f"--kv-bits {flags.bits}"
+    if named and (flags.budget or named[-1].partition("=")[2].strip() != flags.bits):
+        raise LaunchError(f"{number} and --kv-opt {named[-1]} both say how many bits: drop one")
     try:
         bits = budget.bits(flags.bits, "--kv-bits") if flags.bits else None
         facts = memory.model(model) if os.path.isfile(model) else None

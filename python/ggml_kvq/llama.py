@@ -225,6 +225,8 @@ FUNCTIONS: list[tuple[str, str, Any, list[Any]]] = [
     ("llama", "llama_set_abort_callback", None, [_P, _P, _P]),
     ("llama", "llama_get_logits", POINTER(c_float), [_P]),
     ("llama", "llama_get_logits_ith", POINTER(c_float), [_P, c_int32]),
+    ("llama", "llama_set_embeddings", None, [_P, c_bool]),
+    ("llama", "llama_get_embeddings_ith", POINTER(c_float), [_P, c_int32]),
     # llama: memory and state
     ("llama", "llama_get_memory", _P, [_P]),
     ("llama", "llama_memory_clear", None, [_P, c_bool]),

@@ -1,4 +1,6 @@
-"""Many texts at once: the sequences of one context, each with its own sampling and its own end."""
+"""Texts as a whole: many at once, the sequences of one context, each with its own sampling and its own end; and the
+embedding of one.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from . import arguments, llama, processes
 from .errors import ArgumentTypeError, ContextOverflowError, DecodeError, KvqError
@@ -35,9 +38,43 @@ class _Text:
 
 
 class Many:
-    """What Model has for many prompts."""
+    """What Model has for whole texts."""
 
     finish_reasons: list[str]
+
+    def embed(self: Any, text: str | Sequence[int], *, pooling: str = "mean") -> npt.NDArray[np.float32]:
+        """The embedding of a text: float32 [n_embd], of length 1. The cache is empty afterwards.
+
+        pooling: "mean" of all tokens, or "last", the last token's. Of a model that was made for texts, not for
+        embeddings, the last token's says what comes next rather than what the text is about.
+        """
+        if pooling not in ("mean", "last"):
+            raise KvqError(f"pooling={pooling!r} is unknown; pass 'mean' or 'last'")
+        lib = self._libs.llama
+        ids = self.tokenize(text, add_bos=True) if isinstance(text, str) else text
+        ids = arguments.id_array(ids, self.n_vocab)
+        if not len(ids):
+            raise KvqError(f"text={text!r:.60} has no token; pass some text")
+        wanted = np.arange(len(ids)) >= (0 if pooling == "mean" else len(ids) - 1)
+        total = np.zeros(int(lib.llama_model_n_embd(self._model)), np.float64)
+        with self._lock:
+            self._check_idle()
+            self.reset()
+            lib.llama_set_embeddings(self._ctx, True)
+            try:
+                # a part at a time: llama.cpp keeps logits beside every embedding
+                for part in self.feed(ids, outputs=wanted, n_ubatch=min(128, self.n_ubatch)):
+                    for i in range(len(part)):
+                        row = lib.llama_get_embeddings_ith(self._ctx, i - len(part))
+                        if not row:
+                            raise KvqError(f"{self.path} pools its tokens by itself; use llama-server --embeddings")
+                        total += np.ctypeslib.as_array(row, total.shape)
+            finally:
+                lib.llama_set_embeddings(self._ctx, False)
+                self.reset()
+        norm = float(np.linalg.norm(total))
+        out: npt.NDArray[np.float32] = (total / (norm or 1.0)).astype(np.float32)
+        return out
 
     def generate_many(
         self: Any,

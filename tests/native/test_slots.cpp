@@ -12,6 +12,8 @@
 #include <random>
 #include <string>
 
+static const char *const ZIP_32 = "zipcache:interval=32,salient=1,keep=0.5",
+                         *const ZIP_64 = "zipcache:interval=64,salient=0.5,keep=0.5";
 constexpr int HEADS = 2, GQA = 2, D = 32, W = HEADS * D;
 
 struct world : composed_layer {
@@ -552,6 +554,13 @@ static void random_operations(const char * opts, int steps) {
     printf("%-50s %d steps, %d sealed, %d saved\n", opts, steps, (int) w->cache.counters.n_sealed, n_saved);
 }
 
+// Where a text outgrows its cache the first cells stay: attention rests on them.
+static void outgrown(const char * opts) {
+    auto w = build(opts, 512, 1);
+    for (int c = 0, n = 36; c < 512; c += n, n = 4) { decode(*w, 0, c, n, c % 64 == 0); }
+    for (int h = 0; h < HEADS; h++) { CHECK(count(kept(*w, 0, h, 4)) == 4, "%s: head %d lost first cells", opts, h); }
+}
+
 int main(int argc, char ** argv) {
     const unsigned seed = argc > 1 ? (unsigned) atoi(argv[1]) : 42;
     const int steps = argc > 2 ? atoi(argv[2]) : 400;
@@ -562,8 +571,9 @@ int main(int argc, char ** argv) {
         holes_in_several_runs(opts);
     }
     prompts_taken_back("hh=0.1,rw=0.1,window=64", 101);
-    for (const char * opts : { "", "bits=4", "zipcache:interval=32,salient=1,keep=0.5" }) {
+    for (const char * opts : { "", "bits=4", ZIP_32 }) {
         a_shift_of_open_pages(opts);
+        outgrown(opts);
     }
     one_prompt();
     long_prompt("", 0.5f, 0.25f);
@@ -571,20 +581,14 @@ int main(int argc, char ** argv) {
     long_prompt("hh=0,rw=0.5", 0.5f, 0.5f);
     long_prompt("hh=0.5,rw=0", 0.5f, 0.0f);
     all_kept();
-    for (const char * opts : { "", "scales=f16", "bits=4,group=32", "hh=0.75",
-             "zipcache:interval=32,salient=1,keep=0.5", "zipcache:interval=64,salient=0.5,keep=0.4" }) {
+    for (const char * opts :
+        { "", "scales=f16", "bits=4,group=32", "hh=0.75", ZIP_32, "zipcache:interval=64,salient=0.5,keep=0.4" }) {
         states_are_exact(opts);
     }
-    for (const char * opts : { "", "window=64", "hh=0.5,rw=0", "zipcache:interval=64,salient=0.5,keep=0.5" }) {
-        a_second_turn(opts);
-    }
-    for (const char * opts : { "", "zipcache:interval=64,salient=0.5,keep=0.5" }) { text_behind_a_shift(opts); }
-    for (const char * opts : { "", "hh=0,rw=0.5", "hh=0.5,rw=0", "zipcache:interval=32,salient=1,keep=0.5" }) {
-        a_slot_again(opts);
-    }
-    for (const char * opts : { "", "bits=4,window=64", "window=32", "zipcache:interval=32,salient=1,keep=0.5" }) {
-        a_state_among_others(opts);
-    }
+    for (const char * opts : { "", "window=64", "hh=0.5,rw=0", ZIP_64 }) { a_second_turn(opts); }
+    for (const char * opts : { "", ZIP_64 }) { text_behind_a_shift(opts); }
+    for (const char * opts : { "", "hh=0,rw=0.5", "hh=0.5,rw=0", ZIP_32 }) { a_slot_again(opts); }
+    for (const char * opts : { "", "bits=4,window=64", "window=32", ZIP_32 }) { a_state_among_others(opts); }
     for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0",
              "zipcache:interval=64,salient=0.5,keep=0.5,eta=0.1" }) {
         rng.seed(seed);

@@ -171,6 +171,10 @@ def parse(text: str) -> CacheSpec:
             raise MethodError(f"cache {text!r} names no method after 'method:'; write method:f16")
         label = label or f"kvq-{name}"
     options, _, config = rest.partition("@")
+    if not re.fullmatch(r"\w+", name) or ":" in options:
+        known, *others = filter(None, re.split(r"[\s,:]+", body.partition("@")[0].lstrip("=")))
+        meant = f"write {known}:{','.join(others)}" if others else f"write {known}"
+        raise MethodError(f"cache {text!r} is no METHOD:key=value,key=value; {meant}")
     for part in filter(None, options.split(",")):
         if "=" not in part:
             raise MethodError(f"cache {text!r}: option {part!r} has no value; write {part}=VALUE")
