@@ -21,6 +21,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,6 +132,18 @@ def copy(file: Path, target: Path) -> None:
     part.rename(target)
 
 
+def busy_cores() -> float:
+    """By other work, in one second."""
+
+    def idle() -> float:
+        ticks = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        return (ticks[3] + ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle, and waiting for a disk
+
+    before, begin = idle(), time.monotonic()
+    time.sleep(1)
+    return max(0.0, (os.cpu_count() or 1) - (idle() - before) / (time.monotonic() - begin))
+
+
 def tokens_a_second(model: Path, lib_dir: Path, spec: CacheSpec, settings: bench.Settings, depth: int) -> list[float]:
     os.environ["KVQ_LIB_DIR"] = str(lib_dir)
     row = bench._once(*bench.command(model, spec, settings, depth, "tg"))
@@ -167,6 +180,8 @@ def main() -> int:
         f"{args.model.name}, {args.threads} threads, medians of {args.rounds} rounds; {'with' if args.openmp else 'no'}"
         " OpenMP in the build with modules"
     )
+    if (busy := busy_cores()) > 0.1:
+        print(f"the machine is not idle: other work keeps {busy:.1f} cores busy, and these figures mean little")
     print(f"{'depth':>5}  {'cache':16} {'here':>8} {'ratio':>6} {'modules':>8} {'ratio':>6} {'between':>8}")
     far = 0
     for depth in (int(d) for d in args.depths.split(",")):
