@@ -25,10 +25,9 @@ from ggml_kvq import _paths
 
 TEXT = (ROOT / "tests" / "data" / "walk.txt").read_text()[:1500]
 LOAD_LINE = re.compile(r"ggml-kvq: (\w+).* MiB KV cache instead of ")
-# As Ollama starts llama-server (its llm/llama_server.go) without a GPU: no -dev, no -ngl. One thread, because those of
-# this build wait by spinning: two that share a core with other work take most of a second for a token.
+# As Ollama starts llama-server (its llm/llama_server.go) without a GPU: no -dev, no -ngl.
 OLLAMA = "--host 127.0.0.1 --no-webui --offline -c 2048 -np 1 --log-verbosity 4 --no-log-prefix --no-log-timestamps"
-OLLAMA += " --no-jinja --chat-template chatml --flash-attn auto -b 512 -ub 512 -t 1"
+OLLAMA += " --no-jinja --chat-template chatml --flash-attn auto -b 512 -ub 512 -t 2"
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +145,7 @@ def test_a_file_beside_the_program_needs_no_path(
     command: list[str | Path] = [sys.executable, "-m", "ggml_kvq.cli", "plugin", "--install", folder]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0 and "devices KVQ0" in done.stdout, done.stderr
-    flags: list[str | Path] = ["-m", demo_model, "-c", "2048", "-np", "1", "-t", "1", "-fa", "on"]
+    flags: list[str | Path] = ["-m", demo_model, "-c", "2048", "-np", "1", "-t", "2", "-fa", "on"]
     texts = {}
     for method in ("kivi", ""):
         env = {"KVQ_METHOD": method, "KVQ_OPTS": "bits=4"} if method else {}
