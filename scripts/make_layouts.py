@@ -2,6 +2,7 @@
 """Write the numbers of ggml-kvq/host/layouts.inc: compile its lines against every known llama.cpp and run that.
 
     scripts/make_layouts.py                     trees of scripts/fetch_llama_cpp.py, fetched where they are not cached
+    scripts/make_layouts.py --cuda              those of host/cuda_layouts.inc; needs nvcc, and no GPU
     scripts/make_layouts.py --check             compare only; exit code 1 and one line a difference
     scripts/make_layouts.py --check TREE ...    these source trees alone (in --check, their versions must be known)
 
@@ -11,7 +12,9 @@ A number that the file calls the same everywhere and that is not is an error: th
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,15 +25,24 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import fetch_llama_cpp as fetch  # noqa: E402
 
 FILE = ROOT / "ggml-kvq" / "host" / "layouts.inc"
+CUDA_FILE = FILE.with_name("cuda_layouts.inc")
 SAME = ("KVQ_MEMBER", "KVQ_SIZE", "KVQ_CONSTANT")
-PROBE = """
+HEADERS = """
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 #include "gguf.h"
+"""
+CUDA_HEADERS = """
+#define GGML_CUDA_USE_GRAPHS
+#include "ggml-cuda/common.cuh"
+"""
+PROBE = """
 #include <cstddef>
 #include <cstdio>
 int main() {
+#ifdef GGML_BACKEND_API_VERSION
     printf("api %d\\n", (int) GGML_BACKEND_API_VERSION);
+#endif
 #define KVQ_MEMBER(type, member, n) printf("%s %zu\\n", "KVQ_MEMBER(" #type ", " #member, offsetof(type, member));
 #define KVQ_SIZE(type, n) printf("%s %zu\\n", "KVQ_SIZE(" #type, sizeof(type));
 #define KVQ_CONSTANT(name, n) printf("%s %d\\n", "KVQ_CONSTANT(" #name, (int) name);
@@ -53,21 +65,38 @@ def version_of(tree: Path) -> tuple[int, ...]:
     return tuple(int(x) for x in found)
 
 
-def numbers_of(tree: Path) -> tuple[dict[str, int], list[int]]:
+def numbers_of(tree: Path, file: Path) -> tuple[dict[str, int], list[int]]:
     """({line up to its number: number}, [API number, differing numbers]) of one source tree."""
+    cuda = file == CUDA_FILE
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if cuda and not nvcc:
+        raise LayoutError("there is no nvcc here, which --cuda needs; set CUDACXX to its path")
     with tempfile.TemporaryDirectory() as scratch:
-        source, program = Path(scratch) / "probe.cpp", Path(scratch) / "probe"
-        source.write_text(PROBE.replace("LAYOUTS", str(FILE)))
+        source, program = Path(scratch) / f"probe.{'cu' if cuda else 'cpp'}", Path(scratch) / "probe"
+        source.write_text((CUDA_HEADERS if cuda else HEADERS) + PROBE.replace("LAYOUTS", str(file)))
         include = [f"-I{tree / 'ggml' / part}" for part in ("include", "src")]
-        command = ["c++", "-std=c++17", "-O1", "-w", *include, str(source), "-o", str(program)]
+        compiler = ["c++", "-O1"]
+        if cuda and nvcc:
+            compiler = [
+                nvcc,
+                "-arch=sm_80",
+                "-Xcompiler",
+                "-no-pie",
+                "-Xlinker",
+                "--unresolved-symbols=ignore-all",
+                f"-I{ROOT / 'cmake' / 'without_cublas'}",
+            ]
+        command = [*compiler, "-std=c++17", "-w", *include, str(source), "-o", str(program)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             errors = re.findall(r"error: .*", done.stderr) or [done.stderr[-300:]]
             raise LayoutError(f"{tree}: {errors[0]}")
-        said = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+        ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise LayoutError(f"{tree}: the probe ended with {ran.returncode}: {ran.stderr.strip()[-300:]}")
     same: dict[str, int] = {}
     row: list[int] = []
-    for line in said.splitlines():
+    for line in ran.stdout.splitlines():
         name, _, number = line.rpartition(" ")
         if name in ("api", "differs"):
             row.append(int(number))
@@ -109,9 +138,11 @@ def all_trees() -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trees", nargs="*", type=Path, help="llama.cpp source trees; default: all known versions")
+    parser.add_argument("--cuda", action="store_true", help="the private context of ggml-cuda instead")
     parser.add_argument("--check", action="store_true", help="write nothing, tell what differs from the file")
     args = parser.parse_args()
-    text = FILE.read_text()
+    file = CUDA_FILE if args.cuda else FILE
+    text = file.read_text()
     said_same, said_rows = written(text)
     same: dict[str, int] = {}
     rows: dict[tuple[int, ...], list[int]] = {}
@@ -120,7 +151,7 @@ def main() -> int:
         for tree in args.trees or all_trees():
             version = version_of(tree)
             name = ".".join(map(str, version))
-            numbers, row = numbers_of(tree)
+            numbers, row = numbers_of(tree, file)
             for line, number in numbers.items():
                 if same.setdefault(line, number) != number:
                     wrong.append(f"{line}) is {number} in ggml {name} and {same[line]} in another")
@@ -135,7 +166,7 @@ def main() -> int:
     for line in wrong:
         print(f"make_layouts: {line}", file=sys.stderr)
     if not wrong and not args.check:
-        FILE.write_text(render(text, same, rows))
+        file.write_text(render(text, same, rows))
     return 1 if wrong else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from types import ModuleType
 
 import pytest
 from conftest import ROOT
-from ggml_kvq import errors, llama, loader
+from ggml_kvq import _paths, errors, llama, loader
 from object_cache import launcher
 
 
@@ -167,6 +168,37 @@ def test_every_version_that_can_be_fetched_has_a_row() -> None:
     assert {"0.15.1", "0.15.3", "0.16.0", "0.20.0", "0.25.3", "0.26.0"} <= set(rows)
 
 
+NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_the_private_context_of_the_pinned_ggml_cuda_is_as_written_down() -> None:
+    source = fetch.ensure_source(fetch.default_cache().absolute())
+    script = [sys.executable, str(ROOT / "scripts" / "make_layouts.py"), "--cuda", "--check", str(source)]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_private_context_of_ggml_cuda_is_known_by_version(tmp_path: Path) -> None:
+    """Between two versions that agree it is theirs; between two that do not, and above the newest, nobody knows it."""
+    rows = layouts.written(layouts.CUDA_FILE.read_text())[1]
+    assert set(rows) == set(layouts.written(layouts.FILE.read_text())[1])
+    (tmp_path / "main.cpp").write_text(
+        '#include "host/layout.h"\n#include <cstdio>\nint main(int n, char ** v) {\n    std::string err;\n'
+        "    for (int i = 1; i < n; i++) {\n        if (!kvq_choose_layout(v[i], 0, err)) { return 1; }\n"
+        '        printf("%zu\\n", kvq_layout_here.cuda_graphs);\n    }\n}\n'
+    )
+    ggml = fetch.ensure_source(fetch.default_cache().absolute()) / "ggml"
+    include = [f"-I{p}" for p in (ROOT / "ggml-kvq", ggml / "include", ggml / "src")]
+    source = [str(tmp_path / "main.cpp"), str(ROOT / "ggml-kvq" / "host" / "layout.cpp")]
+    command = ["c++", "-std=c++17", '-DKVQ_GGML_VERSION="0.25.3"', *include, *source, "-o", str(tmp_path / "main")]
+    subprocess.run(command, check=True)
+    asked = ["0.15.1", "0.15.9", "0.20.0", "0.23.0", "0.25.3", "0.25.9", "0.26.0", "0.26.1"]
+    said = subprocess.run([str(tmp_path / "main"), *asked], capture_output=True, text=True, check=True).stdout
+    old, new = rows["0.20.0"][0], rows["0.25.3"][0]
+    assert old != new and [int(x) for x in said.split()] == [old, old, old, 0, new, new, new, 0]
+
+
 # ------------------------------------------------------------------ trees
 
 
@@ -194,4 +226,15 @@ def test_the_oldest_llama_cpp_builds_and_runs(tmp_path: Path) -> None:
     env = {**os.environ, "CHECK_CXX_LAUNCHER": launcher(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1].startswith(f"| {oldest} | 0.15.1 | - | - |")
+    assert re.match(rf"\| {oldest} \| 0\.15\.1 \| [0-9.]+ \| - \|", done.stdout.splitlines()[-1])
+
+
+def test_one_library_runs_in_the_oldest_and_in_the_newest_llama_cpp(tmp_path: Path) -> None:
+    """The one of this installation: perplexities, the text behind a restored state."""
+    trees = [min(fetch.OLDER, key=lambda v: [int(x) for x in v.split(".")]), list(fetch.NEWER)[-1]]
+    script = str(ROOT / "scripts" / "check_llama_versions.py")
+    command = [sys.executable, script, *trees, "--library", str(_paths.backend()), "--build", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[-2:]]
+    assert [row[1] for row in rows] == ["0.15.1", "0.26.0"] and rows[0][5] == rows[1][5], done.stdout

@@ -189,9 +189,9 @@ ggml_backend_reg_t kvq_cuda_upstream(void) {
 int kvq_cuda_init(ggml_backend_reg * reg) {
     ggml_backend_reg_t cuda_reg = kvq_cuda_upstream();
     const size_t n = cuda_reg ? ggml_backend_reg_dev_count(cuda_reg) : 0;
-    if (n && kvq_layout_here.version != KVQ_GGML_VERSION) { // cuda_stream.cu
-        kvq_report_note("the private context of ggml-cuda " + kvq_layout_here.version +
-            " is not known, that of " KVQ_GGML_VERSION " is: the cache stays on the CPU");
+    if (n && !kvq_layout_here.cuda_graphs) { // cuda_stream.cu
+        kvq_report_note("the private context of ggml-cuda " + kvq_layout_here.version + " is not known (those of " +
+            kvq_known_versions() + " are, where their neighbours agree): the cache stays on the CPU");
         return 0;
     }
     for (size_t j = 0; j < (kvq_draft_asked() ? 2 * n : n); j++) { // KVQ<i>, then KVQD<i>

@@ -27,6 +27,17 @@ const row rows[] = {
 #include "layouts.inc"
 };
 constexpr int N = sizeof(rows) / sizeof(row);
+#undef KVQ_LAYOUT_OF
+
+struct cuda_row {
+    const char * version;
+    size_t graphs;
+};
+
+const cuda_row cuda_rows[] = {
+#define KVQ_LAYOUT_OF(...) { __VA_ARGS__ },
+#include "cuda_layouts.inc"
+};
 
 struct number {
     int major = 0, minor = 0, patch = 0;
@@ -35,6 +46,16 @@ struct number {
         return std::tie(major, minor, patch) < std::tie(o.major, o.minor, o.patch);
     }
 };
+
+// Nothing proves a private context at run time: known are the versions of the table, and those between two equal rows.
+size_t cuda_graphs_of(const number & here) {
+    const cuda_row *below = nullptr, *above = nullptr;
+    for (const cuda_row & r : cuda_rows) {
+        if (!(here < number(r.version))) { below = &r; }
+        if (!(number(r.version) < here) && !above) { above = &r; }
+    }
+    return below && above && below->graphs == above->graphs ? below->graphs : 0;
+}
 
 } // namespace
 
@@ -70,7 +91,8 @@ bool kvq_choose_layout(const char * version, int api, std::string & err) {
         taken = other;
     }
     kvq_layout_here = { version, taken->api, taken->get_alignment, taken->get_max_size, taken->get_alloc_size,
-        taken->is_host, taken->device, taken->context, taken->size, GGML_OP_CUSTOM, below == above, !above };
+        taken->is_host, taken->device, taken->context, taken->size, GGML_OP_CUSTOM, below == above, !above,
+        cuda_graphs_of(here) };
     return true;
 }
 

@@ -15,6 +15,8 @@ struct kvq_layout {
     int op_custom;      // number of GGML_OP_CUSTOM
     bool known = true;  // this very version is in the table
     bool newer = false; // than any that is in it
+    // ggml_backend_cuda_context: where its recordings are (cuda_layouts.inc); 0: that is not known of this version
+    size_t cuda_graphs = 0;
 };
 
 // Until kvq_choose_layout has been called: that of the headers.
@@ -24,7 +26,7 @@ extern kvq_layout kvq_layout_here;
 // it. False with one line.
 bool kvq_choose_layout(const char * version, int api, std::string & err);
 int kvq_other_api(int api); // the next known API number, around to the first
-// Oldest and newest version of layouts.inc.
+// Oldest and newest version of layouts.inc, which are those of cuda_layouts.inc.
 std::string kvq_known_versions(void);
 
 // A buffer type of ours, in the layout of the process.
