@@ -14,7 +14,7 @@ struct kvq_query_sums {
     // [n_head_kv][head size]: sums over tokens and the query heads of a KV head, of queries as a logit would have them
     // that is scaled by 1/sqrt(head size)
     std::vector<double> square;
-    uint64_t n = 0;             // summands of each
+    uint64_t n = 0; // summands of each
 };
 
 bool kvq_observes_queries(); // does the program ask? (kvq_observe_queries)

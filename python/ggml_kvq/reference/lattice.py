@@ -8,8 +8,8 @@ least squared distance to y * (1/s), decoded x = H (point * 2^-12 * s). inf and 
 
 codec.group = d. Scales: f16 s[n_cells], or f16 top, u8 u[n_cells] with s = top * (1/65025) * u^2, u = floor(255
 sqrt(scale/top) + 1/2), or f16 top, u4 u[n_cells] with 15 and 225 in the place of 255 and 65025, the cell of the lower
-number in the lower half of a byte. A cell that holds no data has scale 0. Indices are packed as affine codes are (affine.py), with
-vectors in the place of channels and parts {2}, {4}, {4 low, 2 high}, {8}.
+number in the lower half of a byte. A cell that holds no data has scale 0. Indices are packed as affine codes are
+(affine.py), with vectors in the place of channels and parts {2}, {4}, {4 low, 2 high}, {8}.
 
 Split keys (codec.split): the channels of the slow half of the rotary pairs are such a block of codec.bits, those of the
 fast half one of codec.fast_bits behind it; without bits they are zero. Pairs stay together.
