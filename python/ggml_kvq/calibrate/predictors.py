@@ -79,7 +79,7 @@ class Layer:
 
 @dataclass
 class Fit:
-    """pairs: which channels of a key turn together, norm or neox; none: keys are not sorted. groups: layers by cache."""
+    """pairs: which channels of a key turn together, norm or neox; none: keys stay whole. groups: layers by cache."""
 
     layers: dict[int, Layer] = field(default_factory=dict)
     predictor: str = "full"
