@@ -51,13 +51,13 @@ def fitted(path: Path) -> means.Means:
 
 def test_halves_are_tried_and_kept_where_they_lose_less(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     m = halves.checked(demo_model, fitted(demo_model), MEANS)
-    assert m.pairs == "norm" and 0 < 0.9 * m.losses["norm"] < min(m.losses["sorted"], 0.7 * m.losses["none"]) < 0.1
+    assert m.pairs == "norm" and 0 < 0.95 * m.losses["norm"] < min(m.losses["sorted"], 0.7 * m.losses["none"]) < 0.1
     for lost, want in (
         ({"none": 0.1, "norm": 0.2, "sorted": 0.11}, "none"),
         ({"none": 0.1, "norm": float("nan"), "sorted": float("nan")}, "none"),
         ({"none": 0.0, "norm": 0.0, "sorted": 0.0}, "none"),
-        ({"none": 0.1, "norm": 0.05, "sorted": 0.046}, "norm"),
-        ({"none": 0.1, "norm": 0.05, "sorted": 0.044}, "sorted"),
+        ({"none": 0.1, "norm": 0.05, "sorted": 0.048}, "norm"),
+        ({"none": 0.1, "norm": 0.05, "sorted": 0.047}, "sorted"),
         ({"none": 0.1, "norm": 0.05}, "norm"),
     ):
         monkeypatch.setattr(halves, "losses", lambda *_, lost=lost: lost)
