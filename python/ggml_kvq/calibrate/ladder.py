@@ -68,16 +68,22 @@ def climb_evenly(
     damage: Mapping[Riser, Sequence[float]], ladder: Ladder, groups: Sequence[Collection[int]]
 ) -> list[Riser]:
     """climb() in each group of layers. A level gives all groups about as many bits a layer: groups are layers of one
-    cache, and each cache keeps to the number that was asked for.
+    cache, and each cache keeps to the number that was asked for. A group rises when its step leaves it lowest, so that
+    one of few layers, whose steps are large, stays below the others rather than above.
     """
     orders = [climb({r: d for r, d in damage.items() if r[0] in group}, ladder) for group in groups]
     order: list[Riser] = []
     at, taken = dict.fromkeys(damage, 0), [0.0] * len(groups)
-    while any(orders):
-        g = min((i for i, left in enumerate(orders) if left), key=lambda i: taken[i])
-        riser = orders[g].pop(0)
+
+    def after(g: int) -> float:
+        riser = orders[g][0]
         bits = ladder.bits[riser[1]]
-        taken[g] += (bits[at[riser] + 1] - bits[at[riser]]) / len(groups[g])
+        return taken[g] + (bits[at[riser] + 1] - bits[at[riser]]) / len(groups[g])
+
+    while any(orders):
+        g = min((i for i, left in enumerate(orders) if left), key=after)
+        taken[g] = after(g)
+        riser = orders[g].pop(0)
         at[riser] += 1
         order.append(riser)
     return order
