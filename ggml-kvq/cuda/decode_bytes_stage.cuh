@@ -34,16 +34,17 @@ __device__ __forceinline__ void copy_unit(const kvq_attend_args & a, const X & o
 }
 
 // Asks for the scales of this lane's half of a lattice unit, as the block holds them: 64 bytes of the stage. head:
-// where those of the KV head begin. 8-bit ones begin at multiples of two bytes, copies at multiples of four: the word
-// of their top, then their own words.
+// where those of the KV head begin. Those of 8 and 4 bits begin at multiples of two bytes, copies at multiples of four:
+// the word of their top, then their own words.
 __device__ __forceinline__ void copy_scales(
     const kvq_affine_geometry & g, uint32_t to, const void * params, int head, int cell) {
-    const int r = threadIdx.x % 16, begin = head + 2 + cell;
+    const bool nibbles = g.scale == 2;
+    const int r = threadIdx.x % 16, begin = head + 2 + (nibbles ? cell / 2 : cell);
     const uint8_t * const from = (const uint8_t *) params;
     to += threadIdx.x / 16 % 2 * 64 + 4 * r;
     if (!g.scale) {
         copy4(to, from + (uint32_t) (head + 2 * cell + 4 * r));
-    } else if (4 * r < (begin & 3) + 36) {
+    } else if (4 * r < (begin & 3) + (nibbles ? 20 : 36)) {
         copy4(to, from + (uint32_t) (r ? (begin & ~3) + 4 * (r - 1) : head & ~3));
     }
 }
@@ -51,10 +52,10 @@ __device__ __forceinline__ void copy_scales(
 __device__ __forceinline__ float2 scales_of(const kvq_affine_geometry & g, const uint8_t * from, int head) {
     const int r = threadIdx.x % 16;
     from += threadIdx.x / 16 % 2 * 64;
-    return two_scales(g,
-        g.scale ? *(const uint16_t *) (from + 4 + (head + 2 & 3) + 2 * r) |
-                (uint32_t) *(const uint16_t *) (from + (head & 3)) << 16
-                : *(const uint32_t *) (from + 4 * r));
+    if (!g.scale) { return two_scales(g, *(const uint32_t *) (from + 4 * r)); }
+    const uint8_t * const own = from + 4 + (head + 2 & 3);
+    const uint32_t top = *(const uint16_t *) (from + (head & 3));
+    return two_scales(g, (g.scale == 2 ? own[r] : *(const uint16_t *) (own + 2 * r)) | top << 16);
 }
 
 // Asks for a lattice unit. page, cell: of this lane's half. parts: 1 keys, 2 values

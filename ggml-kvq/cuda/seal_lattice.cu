@@ -158,8 +158,8 @@ static __global__ void __launch_bounds__(32 * WARPS) encode_kernel(const __grid_
             if (g.scale == 1) {
                 params[2 + t] = (uint8_t) u;
             } else { // warps are full: a page has a multiple of 32 cells
-                const int next = __shfl_down_sync(~0u, (int) u, 1);
-                if (t % 2 == 0) { params[2 + t / 2] = (uint8_t) ((int) u | next << 4); }
+                const int other = __shfl_xor_sync(~0u, (int) u, 1);
+                if (t % 2 == 0) { params[2 + t / 2] = (uint8_t) ((int) u | other << 4); }
             }
             s = top * (g.scale == 1 ? 1.0f / 65025.0f : 1.0f / 225.0f) * (u * u);
         } else {
