@@ -7,11 +7,12 @@
 #include <cstdint>
 #include <thread>
 #include <type_traits>
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
+#endif
+
+#if defined(_OPENMP)
+extern "C" int omp_get_num_procs(void); // some systems have OpenMP's runtime without its header
 #endif
 
 // CPUs on which the process may run: OpenMP may have bound this thread to one of them.
