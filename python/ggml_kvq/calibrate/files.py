@@ -106,6 +106,11 @@ def arrays(means: Means) -> dict[str, np.ndarray]:
     return out
 
 
+def _order(climb: str) -> dict[str, Any]:
+    """Option `order` of method auto, where it is known."""
+    return {} if climb == "none" else {"kvq.auto.order": climb}
+
+
 def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, Any]:
     return {
         "kvq.version": VERSION,
@@ -117,7 +122,7 @@ def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, 
         "kvq.aqua.sinks": sinks,
         "kvq.aqua.tokens": means.n_tokens,
         "kvq.auto.pairs": means.pairs,
-        **({"kvq.auto.order": means.climb} if means.pairs == "sorted" and means.climb != "none" else {}),
+        **_order(means.climb if means.pairs == "sorted" else "none"),
     }
 
 
@@ -159,7 +164,7 @@ def predictor_fields(path: str | os.PathLike[str], fit: Fit, bits: Bits, sinks: 
         "kvq.aqua.sinks": sinks,
         "kvq.aqua.tokens": fit.n_tokens,
         "kvq.auto.pairs": fit.pairs,
-        **({"kvq.auto.order": fit.climb()} if fit.climb() != "none" else {}),
+        **_order(fit.climb()),
         **{f"kvq.aqua.blk.{il}.prev": layer.prev for il, layer in fit.layers.items() if layer.prev >= 0},
     }
 
