@@ -4,7 +4,9 @@
     bench_states.py -m MODEL.gguf [--depth 7000] [-t 2] [--rounds 5] [--arms "upstream,kivi,kivi:state=compact"]
     bench_states.py -m MODEL.gguf --switch        llama-server: a request after the other conversation had the slot
 
-Every arm holds the same rows: one context of upstream's computes them, the others restore them. get is
+declare=TYPE is the type that llama.cpp declares (-ctk, -ctv), auto: the smallest that holds the method. Arms of f16
+hold the same rows: one context of upstream's computes them, the others restore them. Arms that are declared smaller
+read as many tokens themselves. get is
 llama_state_seq_get_data into memory that was used before, set is llama_state_seq_set_data of the same bytes into the
 same cells. Behind the first set the state is taken out again and compared. Figures are medians over the rounds.
 """
@@ -27,11 +29,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from ggml_kvq import Model, _paths, llama
+from ggml_kvq import Model, _paths, declared, gguf_header, llama
 
 ARMS = (
     "upstream,f16,kivi,higgs,auto:bits=2.5,aqua:predictor=none,zipcache,minikv,specache,"
-    "kivi:state=compact,higgs:state=compact"
+    "kivi:state=compact,higgs:state=compact,"
+    "kivi:declare=auto,higgs:declare=auto,auto:bits=2.5:declare=auto,aqua:predictor=none:declare=auto,"
+    "zipcache:declare=auto"
 )
 CHUNK = 256  # tokens of a sequence while the rows are computed: attention over them is short
 Bytes = npt.NDArray[np.uint8]
@@ -42,6 +46,16 @@ def parts(arm: str) -> tuple[str, str | None]:
     return method, opts or None
 
 
+def types(arm: str, model: Path) -> tuple[str, str | None, str, str]:
+    """(method, options, type of keys, type of values)"""
+    method, opts = parts(arm)
+    kind, rest = declared.take((opts or "").split(","))
+    k = v = kind or "f16"
+    if kind == declared.AUTO:
+        k, v = declared.smallest(gguf_header.read(model, tensors=True), method, ",".join(rest), None)
+    return method, ",".join(rest) or None, k, v
+
+
 def address(data: Bytes) -> Any:
     return data.ctypes.data_as(POINTER(ctypes.c_uint8))
 
@@ -50,13 +64,20 @@ class Arm:
     """A context of one cache."""
 
     def __init__(self, name: str, a: argparse.Namespace, n_ctx: int) -> None:
-        self.name, (method, opts) = name, parts(name)
-        self.model = Model(
-            a.model, method, opts, n_ctx=n_ctx, n_threads=a.threads, device=a.device if method == "upstream" else None
-        )
+        self.name, (method, opts, k, v) = name, types(name, a.model)
+        device = a.device if method == "upstream" else None
+        self.model = Model(a.model, method, opts, n_ctx=n_ctx, n_threads=a.threads, device=device, type_k=k, type_v=v)
         self.lib, self.ctx = self.model._libs.llama, self.model._ctx
         self.seconds: dict[str, list[float]] = {"get": [], "set": []}
         self.same = True
+        self.is_f16 = (k, v) == declared.F16
+
+    def fill(self, rows: Bytes, a: argparse.Namespace) -> None:
+        if self.is_f16:
+            self.set(rows, len(rows))
+            return
+        for _ in self.model.feed(np.random.default_rng(0).integers(0, self.model.n_vocab, a.depth), outputs=[]):
+            pass
 
     def size(self) -> int:
         return int(self.lib.llama_state_seq_get_size(self.ctx, 0))
@@ -120,8 +141,8 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     rows = rows_of(a, n_ctx)
     arms = [Arm(name, a, n_ctx) for name in a.arms]
     for x in arms:
-        x.set(rows, len(rows))
-        for _ in x.model.feed([1] * 8):  # the cache learns how many threads there are
+        x.fill(rows, a)
+        for _ in x.model.feed([1] * 8) if x.is_f16 else ():  # the cache learns how many threads there are
             pass
     size = max(x.size() for x in arms)
     data, other = np.ones(size, np.uint8), np.ones(size, np.uint8)
@@ -146,11 +167,11 @@ def few(stats: dict[str, Any]) -> dict[str, Any]:
 
 def switch(arm: str, a: argparse.Namespace) -> float:
     """Median seconds of a request to a server of one slot, where the other conversation was last."""
-    method, opts = parts(arm)
-    env, flags = dict(os.environ), []
+    method, opts, k, v = types(arm, a.model)
+    env, flags = dict(os.environ), ["-ctk", k, "-ctv", v]
     if method != "upstream":
         env |= {"KVQ_METHOD": method, "KVQ_OPTS": opts or "", "GGML_BACKEND_PATH": str(_paths.backend())}
-        flags = ["-dev", "KVQ0"]
+        flags += ["-dev", "KVQ0"]
     command = [str(_paths.program("llama-server")), "-m", str(a.model), "-c", "8192", "-np", "1", "-fa", "on"]
     command += ["-t", str(a.threads), "--port", str(a.port), "--no-webui", *flags]
     url = f"http://127.0.0.1:{a.port}"

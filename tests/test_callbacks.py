@@ -129,6 +129,25 @@ def test_a_callback_on_every_node_changes_nothing(
     assert check(cache, lambda _: True, chain_data, tmp_path, monkeypatch) == set(KINDS)
 
 
+def test_a_declared_type_whose_turns_stand_in_graphs_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such turns are computed, and undone where rows, queries and the output pass by: up to rounding."""
+    rows, opts = [], "bits=4"
+    for cut in (False, True):
+        with monkeypatch.context() as patch:
+            if cut:
+                Cut(lambda _: True).apply(patch)
+            with Model(
+                MODEL, "kivi", opts, n_ctx=1024, n_batch=256, n_ubatch=128, n_threads=1, type_k="q8_0", type_v="q8_0"
+            ) as m:
+                ids = m.tokenize(TEXT, add_bos=True)[:512]
+                rows.append([next(iter(m.feed(ids[i : i + 256])))[-1].copy() for i in (0, 256)])
+    whole_graph, cut_graph = np.array(rows[0]), np.array(rows[1])
+    error = ((whole_graph - cut_graph) ** 2).sum() / (whole_graph**2).sum()
+    assert 0 < error < 1e-3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cache", [c for c in CACHES if c not in ("upstream", "kivi-4", "kivi-pooled", "aqua")])
 def test_a_callback_on_a_kind_of_nodes_changes_nothing(

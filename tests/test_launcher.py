@@ -59,7 +59,8 @@ def test_option_without_method_is_refused() -> None:
 def test_method_sets_environment_device_and_flash_attention(program: str, demo_model: Path) -> None:
     argv = ["-m", str(demo_model), "--kv-method", "kivi", "-n", "8", "--kv-opt", "group=64", "--kv-opt=window=64"]
     got = launcher.command(program, argv, {})
-    assert got.args == [*ADDED, *([] if program == "llama-bench" else FIT), "-m", str(demo_model), "-n", "8"]
+    fit, kind = [] if program == "llama-bench" else FIT, ["-ctk", "q4_0", "-ctv", "q4_0"] if program == SERVER else []
+    assert got.args == [*ADDED, *kind, *fit, "-m", str(demo_model), "-n", "8"]
     assert got.env == {
         "KVQ_LAUNCHER": program,
         "GGML_BACKEND_PATH": str(_paths.backend()),

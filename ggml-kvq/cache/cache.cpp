@@ -295,6 +295,11 @@ kvq_stats kvq_kv_cache::stats() const {
     s.n_layer = (int32_t) layers.size();
     s.n_cells = layers.empty() ? 0 : layers[0]->d.n_cells;
     s.n_stream = layers.empty() ? 0 : layers[0]->d.n_stream;
+    if (!layers.empty()) {
+        const kvq_declared * const declared = layers[0]->d.declared;
+        snprintf(s.type_k, sizeof(s.type_k), "%s", declared[0].name.c_str());
+        snprintf(s.type_v, sizeof(s.type_v), "%s", declared[1].name.c_str());
+    }
     for (const auto & l : layers) {
         for (const auto & policy : l->policies) { policy->tell(s); }
     }

@@ -55,18 +55,13 @@ static std::string options_for(const kvq_declared & declared, int n_cells) {
     return text;
 }
 
-static bool is_served(const kvq_declared & declared) {
-    static const char * const types[] = { "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl" };
-    return std::find(std::begin(types), std::end(types), declared.name) != std::end(types);
-}
-
 bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) {
     const kvq_cache_before last_one = as_before(); // or this very cache, which is asked for once more
     if (!last_one.layers.empty() && std::count(last_one.layers.begin(), last_one.layers.end(), il) == 0) {
         before = last_one;
     }
     reset();
-    const bool fitting = !declared.is_f16() && is_served(declared) && !f16_only;
+    const bool fitting = !declared.is_f16() && declared.is_served();
     const std::string instead = fitting ? options_for(declared, n_cells) : "";
     if ((for_draft ? kvq_config_draft(config, model, err) : kvq_config_current(config, model, err, instead)) !=
         KVQ_OK) {
@@ -96,10 +91,9 @@ static kvq_layer_shape latent_shape(int il, int latent, int n_embd) {
 // May a tensor of this type be a cache? false, with error(): it may not.
 bool kvq_cache_draft::takes(const kvq_draft_layer & d, bool value, const kvq_declared & declared) {
     const std::string flag = value ? "-ctv" : "-ctk", is = "the cache type is " + declared.name + " (" + flag + ")";
-    if (!declared.is_f16() && (f16_only || d.latent)) {
-        err = is + ": " + (d.latent ? "latent attention" : "a GPU") +
-            " takes f16 alone so far: drop -ctk and -ctv, the method chooses the format";
-    } else if (!is_served(declared)) {
+    if (!declared.is_f16() && d.latent) {
+        err = is + ": latent attention takes f16 alone: drop -ctk and -ctv, the method chooses the format";
+    } else if (!declared.is_served()) {
         err = is + ", and this cache takes f16, q8_0, q5_1, q5_0, q4_1, q4_0 and iq4_nl: give one of these, or drop " +
             flag;
     } else if (value && !fitted_to.empty() && declared.name != fitted_to) {
@@ -114,25 +108,17 @@ bool kvq_cache_draft::takes(const kvq_draft_layer & d, bool value, const kvq_dec
 bool kvq_cache_draft::fits(const kvq_draft_layer & d, bool value, const kvq_lane_layout & l) {
     const kvq_declared & declared = d.declared[value];
     if (declared.is_f16()) { return true; }
-    constexpr int LONG = 131072;
     const std::string method = std::string("method ") + config.method->info.name, side = value ? "values" : "keys",
-                      is = side + " are declared " + declared.name;
-    const std::string what = l.evicts ? "evicts cells"
-        : l.chained                   ? "predicts rows from the layer below"
-        : l.bytes_far                 ? "has rows as they came in a second tier"
-        : l.copies                    ? "keeps rows of f16"
-                                      : "";
-    // The first layer's tables serve all layers, and no state holds them.
-    const kvq_lane_layout at_length = kvq_make_lane_layout(d.plan, value, l.n_head, std::max(l.n_cells, LONG), 1);
-    const double bits = 8.0 * (double) (at_length.bytes_codes + at_length.bytes_params + at_length.bytes_window) /
-        ((double) l.n_head * l.codec.head_size * at_length.n_cells);
+                      is = side + " are declared " + declared.name, what = kvq_needs_f16_rows(l);
+    const double bits = kvq_stored_bits(d.plan, value, l.n_head);
     if (!what.empty()) {
         err = is + ", and " + method + " " + what + ", which its states hold in f16: drop -ctk and -ctv";
     } else if (bits > declared.bits()) {
         char text[96];
         snprintf(text, sizeof(text), " takes %.2f bits a value and %s has %.2f", bits, declared.name.c_str(),
             declared.bits());
-        err = is + ", and " + method + text + ": declare a larger type, or set KVQ_METHOD and KVQ_OPTS to fewer bits";
+        err = is + ", and " + method + text +
+            ": declare a larger type, drop -ctk and -ctv, or take a method of fewer bits";
     }
     return err.empty();
 }

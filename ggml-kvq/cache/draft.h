@@ -4,6 +4,7 @@
 
 #include "calibration.h"
 #include "config.h"
+#include "declared.h"
 #include "policy/compose.h"
 
 #include <map>
@@ -19,17 +20,6 @@ struct kvq_lane_id {
 
 // Parses "cache_<tag>k_l12"; il = -1 for any other name. Caches with a tag are those of indexers ("idx_").
 kvq_lane_id kvq_parse_cache_name(const char * name);
-
-// The type that llama.cpp declares for a tensor of the cache. What is stored is the method's; a state has rows of this
-// size. Smaller than f16, it is also the most that the method may take.
-struct kvq_declared {
-    std::string name = "f16"; // as -ctk and -ctv name it
-    int n_block = 1;          // values of a block, and its bytes
-    size_t nb_block = 2;
-    bool is_f16() const { return name == "f16"; }
-    size_t row(int n) const { return (size_t) (n / n_block) * nb_block; }
-    double bits() const { return 8.0 * (double) nb_block / n_block; }
-};
 
 struct kvq_draft_layer {
     int il = -1, number = 0, n_embd_k = 0, n_embd_v = 0, n_cells = 0, n_stream = 0;
@@ -74,7 +64,6 @@ public:
     bool add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream);
 
     bool for_draft = false; // of a draft model: its own configuration
-    bool f16_only = false;  // of a device that takes no other declared type
     std::string fitted_to;  // the declared type that chose the method, "": a method was named
     // of the layers for multi-token prediction, which draft for the model that they are part of
     bool predicts = false;

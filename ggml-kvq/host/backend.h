@@ -90,7 +90,8 @@ ggml_backend_dev_t kvq_ggml_cpu(void);       // ggml's; NULL: there is none
 void kvq_seal_late(kvq_backend_context & b); // what a step left to the next one, or to whoever waits for the device
 // before a step on these, and behind it; false: out of memory, and told
 bool kvq_has_sealed(kvq_backend_context & b, const std::vector<kvq_kv_cache *> & caches);
-bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t);
+// straight: the rows are not turned (turned.h)
+bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, bool straight);
 // their pages are open already, and their cells below n_kv
 bool kvq_rows_stay_open(
     const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, int n_kv, bool or_empty);

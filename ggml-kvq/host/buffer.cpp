@@ -234,7 +234,6 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
     }
     kvq_cache_draft & draft = dev.creation().draft;
     draft.for_draft = dev.for_draft;
-    draft.f16_only = dev.inner;
     const kvq_declared declared = { ggml_type_name(tensor->type), (int) ggml_blck_size(tensor->type),
         ggml_type_size(tensor->type) };
     size_t nb = std::max<size_t>(

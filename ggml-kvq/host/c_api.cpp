@@ -2,6 +2,7 @@
 #include "cache/config.h"
 
 #include "cache/accounting.h"
+#include "cache/declared.h"
 #include "cache/level.h"
 #include "policy/compose.h"
 #include "policy/probe.h"
@@ -271,6 +272,7 @@ extern "C" int kvq_plan_window(const char * method, const char * opts, const kvq
     const kvq_levels levels = { *m, o, shapes, n_layer_model, n_cells, n_stream, more };
     status = levels.find(level, err);
     if (status != KVQ_OK) { return fail((kvq_status) status, err); }
+    std::string smallest[2];
     for (int i = 0, last = -1; i < n_layers; i++) {
         const int number = part ? layers[i].il : i;
         if (part && (number <= last || number >= n_layer_model)) {
@@ -286,9 +288,12 @@ extern "C" int kvq_plan_window(const char * method, const char * opts, const kvq
         if (st != KVQ_OK) { return fail(st, err); }
         for (int v = 0; v < 2; v++) {
             sum.add(kvq_make_lane_layout(plan, v, layers[i].n_head_kv, n_cells, n_stream), v, false);
+            smallest[v] = kvq_smallest_declared(smallest[v], plan, v, layers[i].n_head_kv);
         }
     }
     sum.finish();
+    snprintf(s.type_k, sizeof(s.type_k), "%s", smallest[0].c_str());
+    snprintf(s.type_v, sizeof(s.type_v), "%s", smallest[1].c_str());
     *out = s;
     return KVQ_OK;
 }

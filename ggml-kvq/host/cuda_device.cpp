@@ -248,6 +248,7 @@ const std::string & kvq_cuda_error(kvq_kv_cache & cache) { return cuda(cache).er
 // a cache view as rows [stream][n_kv][head][head size] at data
 static ggml_tensor plain_rows(const ggml_tensor * view, void * data) {
     ggml_tensor t = *view;
+    t.type = GGML_TYPE_F16;
     t.data = data;
     t.op = GGML_OP_NONE;
     t.view_src = nullptr;

@@ -127,7 +127,7 @@ void kvq_cuda_step::learn_attention(const kvq_step::part & x) {
     for (write & w : writes) {                           // attention writes these rows itself when the cache is short
         w.n_kv = w.target.layer == t.layer ? (int) k->ne[1] : w.n_kv;
     }
-    const int stream0 = (int) (k->view_offs / ((size_t) d.n_embd_k * d.n_cells * 2)), per_page = d.k.page_cells;
+    const int stream0 = (int) (k->view_offs / (d.declared[0].row(d.n_embd_k) * d.n_cells)), per_page = d.k.page_cells;
     reads.push_back({ t.layer, stream0, (int) q->ne[3] });
     if (!cuda(*t.cache).may_observe || !t.layer->probe || !t.layer->probe->asks((int) q->ne[1])) { return; }
     const kvq_span_table & spans = t.layer->spans;
@@ -245,7 +245,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         const uint64_t before = s.moved();
         ok = s.begin(kvq_cuda_device::REPLAY);
         for (const kvq_cuda_step::write & w : s.writes) {
-            if (ok && !kvq_set_rows(b, w.node, w.target)) { return GGML_STATUS_FAILED; }
+            if (ok && !kvq_set_rows(b, w.node, w.target, true)) { return GGML_STATUS_FAILED; }
         }
         s.end();
         // a table that the recording reads has grown; rows that were noted are noted again

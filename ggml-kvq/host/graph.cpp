@@ -206,7 +206,7 @@ bool kvq_rows_stay_open(
     return true;
 }
 
-bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
+bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, bool straight) {
     const ggml_tensor * rows = node->src[0];
     const int64_t n = rows->ne[1];
     const std::vector<int64_t> & cells = cells_of(b, node);
@@ -231,8 +231,7 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
     }
     const float * data = (const float *) rows->data;
     size_t stride = rows->nb[1] / sizeof(float);
-    const int turn = t.layer->turn[t.value] = t.layer->d.declared[t.value].is_f16() ? 0 : kvq_turn_of(rows);
-    if (turn) {
+    if (const int turn = b.inner || straight ? 0 : t.layer->turn[t.value]) {
         static thread_local std::vector<float> unturned;
         data = kvq_turned(data, n, (int64_t) stride, (int) rows->ne[0], turn, b.n_threads, unturned);
         stride = (size_t) rows->ne[0];
@@ -258,7 +257,9 @@ static void undo_turn(kvq_attn & a, int D, int turn, float * to, int n_threads) 
     a.q_stride_head = (int64_t) a.n_q * D;
 }
 
-static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, kvq_run how) {
+static bool flash_attn(kvq_backend_context & b, const kvq_step::part & x, kvq_run how) {
+    const ggml_tensor * const node = x.node;
+    const kvq_target & t = x.target;
     const bool recorded = kvq_records(how);
     const ggml_tensor *q = node->src[0], *k = node->src[1], *mask = node->src[3], *sinks = node->src[4];
     kvq_kv_layer & l = *t.layer;
@@ -320,7 +321,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         }
     }
     static thread_local std::vector<float> unturned;
-    if (turn_q) {
+    if (turn_q && !x.straight) {
         const size_t n = (size_t) (q->ne[0] * q->ne[1] * q->ne[2]);
         unturned.resize(n * (size_t) n_stream);
         for (int s = 0; s < n_stream; s++) {
@@ -339,7 +340,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         return false;
     }
     reading.done();
-    if (turn_v) { // the graph turns the output back
+    if (turn_v && !x.straight_out) { // the graph turns the output back
         kvq_turn_rows((float *) node->data, ggml_nrows(node), node->ne[0], (int) node->ne[0], turn_v, b.n_threads);
     }
     l.read();
@@ -404,9 +405,10 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
 // ---------------------------------------------------------------- steps
 
 // nodes of the graph that are on no cache of ours, over CUDA
-static ggml_status compute_others(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step::part & x, kvq_run how) {
+static ggml_status compute_others(
+    kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, const kvq_step::part & x, kvq_run how) {
     ggml_cgraph part = *graph;
-    part.nodes = graph->nodes + x.first;
+    part.nodes = (step.nodes.empty() ? graph->nodes : const_cast<ggml_tensor **>(step.nodes.data())) + x.first;
     part.n_nodes = x.end - x.first;
     part.size = part.n_leafs = 0;
     part.leafs = part.grads = part.grad_accs = nullptr;
@@ -419,10 +421,12 @@ static ggml_status compute_others(kvq_backend_context & b, ggml_cgraph * graph, 
 bool kvq_compute_part(kvq_backend_context & b, const kvq_step::part & x, kvq_run how) {
     switch (x.what) {
     case kvq_step::OTHERS: return false; // compute_others, whole_graph.cpp
-    case kvq_step::WRITE: return kvq_set_rows(b, x.node, x.target);
-    case kvq_step::ATTEND: return flash_attn(b, x.node, x.target, how);
+    case kvq_step::WRITE: return kvq_set_rows(b, x.node, x.target, x.straight);
+    case kvq_step::ATTEND: return flash_attn(b, x, how);
     case kvq_step::SHIFT: return shift(b, x.node, x.target);
-    case kvq_step::BEFORE_SHIFT: memset(x.node->data, 0, ggml_nbytes(x.node)); return true;
+    case kvq_step::BEFORE_SHIFT:
+        if (!b.inner) { memset(x.node->data, 0, ggml_nbytes(x.node)); } // a GPU leaves what is there: nothing reads it
+        return true;
     case kvq_step::OWN: kvq_graph_op_compute(x.node, b.n_threads); return true;
     case kvq_step::SEAL:
         if (kvq_records(how)) { return true; }
@@ -508,7 +512,7 @@ ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq
     try {
         for (const kvq_step::part & x : step.parts) {
             if (x.what == kvq_step::OTHERS) {
-                const ggml_status status = compute_others(b, graph, x, how);
+                const ggml_status status = compute_others(b, graph, step, x, how);
                 if (status != GGML_STATUS_SUCCESS) { return status; }
                 continue;
             }

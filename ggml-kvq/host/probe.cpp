@@ -250,6 +250,8 @@ const kvq_field kvq_stats_fields[] = {
     F(kvq_stats, n_forced),
     F(kvq_stats, predict_macs),
     F(kvq_stats, bytes_far),
+    F(kvq_stats, type_k),
+    F(kvq_stats, type_v),
     F(kvq_stats, n_fetched),
     F(kvq_stats, n_wanted),
     F(kvq_stats, n_hits),

@@ -114,7 +114,10 @@ struct step_maker {
         if (unsealed.layer) { seal(unsealed); }
         unsealed = {};
         switch (node->op) {
-        case GGML_OP_SET_ROWS: step.parts.push_back({ kvq_step::WRITE, i, i + 1, node, t }); break;
+        case GGML_OP_SET_ROWS:
+            t.layer->turn[t.value] = t.layer->d.declared[t.value].is_f16() ? 0 : kvq_turn_of(node->src[0]);
+            step.parts.push_back({ kvq_step::WRITE, i, i + 1, node, t });
+            break;
         case GGML_OP_FLASH_ATTN_EXT: step.parts.push_back({ kvq_step::ATTEND, i, i + 1, node, t }); break;
         case GGML_OP_CPY:
         case GGML_OP_ROPE: step.parts.push_back({ kvq_step::SHIFT, i, i + 1, node, t }); break;
@@ -133,6 +136,21 @@ struct step_maker {
 
 } // namespace
 
+// On a GPU turns are left out or not there. One in another graph, or on another device, is a refusal.
+static std::string turned_elsewhere(const kvq_step & step) {
+    for (const kvq_step::part & x : step.parts) {
+        const bool attends = x.what == kvq_step::ATTEND;
+        if (!attends && x.what != kvq_step::WRITE) { continue; }
+        const int turn = x.target.layer->d.declared[x.target.value].is_f16() ? 0 : kvq_turn_of(x.node->src[0]);
+        if ((turn && !x.straight) || (attends && x.target.layer->turn[1] && !x.straight_out)) {
+            return std::string("the ") + (attends ? "queries or the output of " : "rows of ") + x.node->name +
+                " are turned in another graph or on another device than their cache: run with "
+                "LLAMA_ATTN_ROT_DISABLE=1";
+        }
+    }
+    return "";
+}
+
 kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph) {
     step_maker m = { b, graph, {}, 0, {} };
     const int n = ggml_graph_n_nodes(graph);
@@ -150,7 +168,7 @@ kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph) {
         const kvq_target t = kvq_find_target(node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[1] : node);
         if (t.layer || (t.ours && !b.inner)) {
             m.add(i, t);
-        } else if (!b.inner && node->op == GGML_OP_CPY && reads_cache(node)) {
+        } else if (node->op == GGML_OP_CPY && reads_cache(node)) {
             m.others_until(i);
             m.step.parts.push_back({ kvq_step::BEFORE_SHIFT, i, i + 1, node });
         } else if (!b.inner && reads_cache(node)) {
@@ -158,5 +176,7 @@ kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph) {
         }
     }
     m.others_until(n);
-    return m.step;
+    kvq_leave_turns_out(graph, m.step);
+    if (b.inner && m.step.why_not.empty()) { m.step.why_not = turned_elsewhere(m.step); }
+    return std::move(m.step);
 }

@@ -6,6 +6,9 @@
 #include "backend.h"
 
 struct kvq_step {
+    kvq_step() = default;
+    kvq_step(kvq_step &&) = default; // nodes point into copies
+    kvq_step & operator=(kvq_step &&) = default;
     enum kind {
         OTHERS,       // nodes [first, end) for the inner backend, or for ggml's CPU backend
         WRITE,        // rows go to a cache
@@ -22,8 +25,12 @@ struct kvq_step {
         int first = 0, end = 0;
         ggml_tensor * node = nullptr;
         kvq_target target = {};
+        // Turns of llama.cpp (turned.h) that are left out: of what the node reads, and of the output of attention.
+        bool straight = false, straight_out = false;
     };
     std::vector<part> parts;
+    std::vector<ggml_tensor *> nodes; // of the graph, copies in place of turns; empty: none is left out
+    std::vector<ggml_tensor> copies;
     std::vector<kvq_kv_cache *> caches; // that it touches
     std::string why_not;                // a node that we cannot compute; "": none
 };

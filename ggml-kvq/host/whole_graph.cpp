@@ -164,7 +164,8 @@ ggml_status kvq_compute_whole(kvq_backend_context & b, ggml_cgraph * graph, cons
     if (!n_own) { return compute(b, graph); }
     whole_step of = { b, step, GGML_STATUS_SUCCESS };
     std::vector<own_node> own(n_own + 1);
-    std::vector<ggml_tensor *> nodes(graph->nodes, graph->nodes + graph->n_nodes);
+    std::vector<ggml_tensor *> nodes = step.nodes;
+    if (nodes.empty()) { nodes.assign(graph->nodes, graph->nodes + graph->n_nodes); }
     size_t n = 0;
     for (const kvq_step::part & x : step.parts) {
         if (x.what == kvq_step::OTHERS) { continue; }

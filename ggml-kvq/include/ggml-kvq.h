@@ -364,6 +364,8 @@ typedef struct kvq_stats {
     // of a second tier: bytes of all its rows; in bytes_total where they lie in the memory that attention computes in
     uint64_t bytes_far;
     uint64_t n_fetched, n_wanted, n_hits, n_steps; // as kvq_far's counts, all layers and streams
+    // As what llama.cpp declares keys and values (-ctk, -ctv). Of a plan: the smallest type that holds all layers.
+    char type_k[8], type_v[8];
 } kvq_stats;
 
 // Memory of a cache that does not exist yet. layers: those with attention, in order; n_layer_model: how many the model

@@ -20,6 +20,7 @@ from pathlib import Path
 from . import (
     _paths,
     budget,
+    declared,
     default_means,
     files,
     gguf_header,
@@ -48,6 +49,8 @@ HELP = """\
 --kv-budget SIZE        method auto in SIZE bytes of cache, as 2G or 800M: the most bits at -c N, and without -c the
                         model's context, or the longest that still has --kv-bits (default 2.5)
 --kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
+                        declare=TYPE is of every method: what llama.cpp declares the cache as (-ctk, -ctv), f16 or
+                        smaller. States have rows of that size. auto: the smallest, as llama-server has by itself
 --kv-config FILE.gguf   calibrated data; default: the model's own, else MODEL.kvq.gguf beside MODEL.gguf, when they are
                         of the chosen method; none: not the file beside the model (env: KVQ_CONFIG)
 --kv-method-draft NAME  for the cache of a draft model (-md) or of multi-token prediction; default: llama.cpp's own
@@ -337,6 +340,25 @@ def _placement(
     return added
 
 
+def _declared(
+    program: str, user: User, asked: str, header: gguf_header.Header | None, chosen: resolver.Resolved, *, remote: bool
+) -> list[str]:
+    """-ctk and -ctv, as --kv-opt declare= says or by themselves. A server puts away more prompts in a smaller type. Other
+    programs keep f16, whose states every method reads.
+    """
+    given = user.values(("-ctk", "--cache-type-k"), "LLAMA_ARG_CACHE_TYPE_K")
+    given += user.values(("-ctv", "--cache-type-v"), "LLAMA_ARG_CACHE_TYPE_V")
+    if given:
+        if asked:
+            raise LaunchError(f"--kv-opt declare={asked} and -ctk or -ctv {given[0]} both name a type: drop one")
+        return []
+    kind = asked or (declared.AUTO if program == "llama-server" and not remote else "f16")
+    k, v = kind, kind
+    if kind == declared.AUTO:
+        k, v = declared.smallest(header, chosen.method, chosen.opts, chosen.file) if header else declared.F16
+    return [] if (k, v) == declared.F16 else ["-ctk", k, "-ctv", v]
+
+
 def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Command:
     """Arguments and environment for `program` (such as "llama-cli") given the user's argv (without argv[0]) and
     environment.
@@ -347,6 +369,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     """
     bench, serves = program == "llama-bench", program == RPC_SERVER
     flags = take_ours(argv, OURS_RPC_SERVER if serves else OURS)
+    declare, flags.opts = declared.take(flags.opts)
     hub_env: dict[str, str | None] = {}
     if not serves:
         flags.rest, hub_env = hub_args.resolve(program, spell_sizes(flags.rest, bench), environ)
@@ -423,6 +446,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         return out
     added = _placement(program, user, flags, environ, servers, out)
     added += _draft(user, flags, environ, out)
+    added += _declared(program, user, declare, header, chosen, remote=bool(servers))
     if not servers and not refusals.on_gpu():
         fitted, more, replaced = refusals.fit(program, user, choice, models[-1] if models else "", chosen.opts)
         added += fitted

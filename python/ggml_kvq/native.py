@@ -186,6 +186,8 @@ class kvq_stats(Structure):
         *[(n, c_double) for n in ("bits_k", "bits_v", "bits", "bits_headline")],
         *[(n, c_uint64) for n in ("n_sealed", "n_reopened", "n_forced", "predict_macs")],
         *[(n, c_uint64) for n in ("bytes_far", "n_fetched", "n_wanted", "n_hits", "n_steps")],
+        ("type_k", c_char * 8),
+        ("type_v", c_char * 8),
     ]
 
 

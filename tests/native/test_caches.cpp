@@ -53,12 +53,9 @@ static void ordinary(void) {
     CHECK(d.declined().empty() && d.complete() && d.layers.size() == 6 && !d.layers[0].latent, "%s", d.error().c_str());
     kvq_cache_draft wide = asked("kivi", "", {}, 0, 6, 128, 0);
     CHECK(wide.declined().empty() && refused(wide, "layer 0 keeps keys without values"), "%s", wide.error().c_str());
-    kvq_cache_draft typed, gpu;
+    kvq_cache_draft typed;
     typed.add("cache_k_l0", 128, 512, 1, { "bf16", 1, 2 });
     CHECK(refused(typed, "bf16 (-ctk)"), "%s", typed.error().c_str());
-    gpu.f16_only = true;
-    gpu.add("cache_k_l0", 128, 512, 1, { "q4_0", 32, 18 });
-    CHECK(refused(gpu, "a GPU takes f16 alone"), "%s", gpu.error().c_str());
 }
 
 static void latent(void) {
