@@ -76,7 +76,9 @@ class Arm:
         if self.is_f16:
             self.set(rows, len(rows))
             return
-        for _ in self.model.feed(np.random.default_rng(0).integers(0, self.model.n_vocab, a.depth), outputs=[]):
+        for _ in self.model.feed(
+            np.random.default_rng(0).integers(0, self.model.n_vocab, a.depth), outputs=np.zeros(a.depth, bool)
+        ):
             pass
 
     def size(self) -> int:

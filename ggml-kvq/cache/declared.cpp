@@ -35,10 +35,20 @@ double kvq_stored_bits(const kvq_layer_plan & plan, bool value, int n_head) {
         ((double) n_head * l.codec.head_size * l.n_cells);
 }
 
+// Bits a value of the state of a prompt of 1024 tokens, whose window has rows of 8 bits (store/small_rows.h). Rows of
+// fewer bits would change what the model says behind a restore.
+static double of_a_prompt(const kvq_lane_layout & l) {
+    constexpr double PROMPT = 1024, ROW = 8.25;
+    const double width = (double) l.n_head * l.codec.head_size,
+                 block = 8.0 * (double) (l.bytes_codes + l.bytes_params) / (width * l.n_cells),
+                 window = std::min(PROMPT, (double) l.bytes_window / (2 * width));
+    return ((PROMPT - window) * block + window * ROW) / PROMPT;
+}
+
 std::string kvq_smallest_declared(const std::string & so_far, const kvq_layer_plan & plan, bool value, int n_head) {
     const kvq_lane_layout l = long_lane(plan, value, n_head);
     const bool f16 = l.is_f16() || l.codec.head_size * n_head % 32 || !kvq_needs_f16_rows(l).empty();
-    const double bits = f16 ? 16 : kvq_stored_bits(plan, value, n_head);
+    const double bits = f16 ? 16 : std::max(kvq_stored_bits(plan, value, n_head), of_a_prompt(l));
     const auto enough = [&](const kvq_declared & x) { return x.bits() >= bits; };
     const auto before =
         std::find_if(std::begin(TYPES), std::end(TYPES), [&](const kvq_declared & x) { return x.name == so_far; });

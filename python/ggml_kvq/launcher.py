@@ -343,8 +343,8 @@ def _placement(
 def _declared(
     program: str, user: User, asked: str, header: gguf_header.Header | None, chosen: resolver.Resolved, *, remote: bool
 ) -> list[str]:
-    """-ctk and -ctv, as --kv-opt declare= says or by themselves. A server puts away more prompts in a smaller type. Other
-    programs keep f16, whose states every method reads.
+    """-ctk and -ctv, as --kv-opt declare= says or by themselves. A server puts away more prompts in a smaller type.
+    Other programs keep f16, whose states every method reads.
     """
     given = user.values(("-ctk", "--cache-type-k"), "LLAMA_ARG_CACHE_TYPE_K")
     given += user.values(("-ctv", "--cache-type-v"), "LLAMA_ARG_CACHE_TYPE_V")
