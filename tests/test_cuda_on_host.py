@@ -13,6 +13,7 @@ from pathlib import Path
 
 import object_cache
 import pytest
+from cuda_sources import instances
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "tests" / "cuda_on_host"
@@ -54,9 +55,20 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
     """A small part of tests/native/test_cuda*.cpp; the whole of it runs on a device (scripts/gpu_check.sh)."""
     source = tmp_path / "ggml-kvq"
     (source / "cuda").mkdir(parents=True)
+    (tmp_path / "instances").mkdir()
+    instances(tmp_path / "instances")
+    kernels = translate(ROOT / "ggml-kvq" / "cuda", source / "cuda") + translate(tmp_path / "instances", source)
     jobs = [
-        (f, ["-O1", f"-I{HERE / 'include'}", *(["-ffp-contract=off"] if f.name.startswith("seal") else [])])
-        for f in translate(ROOT / "ggml-kvq" / "cuda", source / "cuda")
+        (
+            f,
+            [
+                "-O1",
+                f"-I{source}",
+                f"-I{HERE / 'include'}",
+                *(["-ffp-contract=off"] if f.name.startswith("seal") else []),
+            ],
+        )
+        for f in kernels
     ]
     jobs = [(f, flags) for f, flags in jobs if f.stem != "graph"]
     for folder in FOLDERS:
@@ -91,7 +103,8 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
         place = "document_" if document in path.parents else ""
         out = tmp_path / f"{place}{path.parent.name}_{path.stem}.o"
         keeper = [sys.executable, object_cache.__file__, f"--root={ROOT}"]
-        first = [flag for flag in flags if flag == f"-I{document}"]  # its tables, in front of ours
+        # its tables, and translated headers, in front of ours
+        first = [flag for flag in flags if flag in (f"-I{document}", f"-I{source}")]
         command = [*keeper, str(CXX), *first, *FLAGS, *flags, "-c", str(path), "-o", str(out)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

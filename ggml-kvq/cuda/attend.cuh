@@ -169,29 +169,9 @@ void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaS
 // sums of a decode kernel's blocks; rotated: they are, and lack the means of values
 void kvq_launch_decode_merge(const kvq_attend_args & a, bool rotated, int n_streams, cudaStream_t stream);
 typedef void kvq_decode_launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-// attend_decode.cuh
-kvq_decode_launch kvq_launch_decode_64, kvq_launch_decode_128, kvq_launch_decode_wide;
-kvq_decode_launch kvq_launch_decode_fine_64, kvq_launch_decode_fine_128, kvq_launch_decode_fine_wide;
-kvq_decode_launch kvq_launch_decode_fine_32;
-kvq_decode_launch kvq_launch_decode_bytes_64, kvq_launch_decode_bytes_128, kvq_launch_decode_bytes_wide;
-kvq_decode_launch kvq_launch_bytes_rows_64, kvq_launch_bytes_rows_128, kvq_launch_bytes_rows_wide;
-kvq_decode_launch kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128, kvq_launch_decode_lattice_wide;
-kvq_decode_launch kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_launch_decode_means_wide;
-kvq_decode_launch kvq_launch_decode_split_64, kvq_launch_decode_split_128, kvq_launch_decode_split_wide;
-// attend_mixed.cuh
-kvq_decode_launch kvq_launch_decode_mixed_64, kvq_launch_decode_mixed_128, kvq_launch_decode_mixed_wide;
-kvq_decode_launch kvq_launch_short_mixed_64, kvq_launch_short_mixed_128, kvq_launch_short_mixed_wide;
-// attend_short.cuh
-kvq_decode_launch kvq_launch_short_64, kvq_launch_short_128, kvq_launch_short_wide;
-kvq_decode_launch kvq_launch_short_lattice_64, kvq_launch_short_lattice_128, kvq_launch_short_lattice_wide;
-kvq_decode_launch kvq_launch_short_means_64, kvq_launch_short_means_128, kvq_launch_short_means_wide;
-kvq_decode_launch kvq_launch_short_split_64, kvq_launch_short_split_128, kvq_launch_short_split_wide;
-// parts of an attention that picks cells
-kvq_decode_launch kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide;
-kvq_decode_launch kvq_launch_far_split_64, kvq_launch_far_split_128, kvq_launch_far_split_wide;
-kvq_decode_launch kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide;
-kvq_decode_launch kvq_launch_bytes_ahead_64, kvq_launch_bytes_ahead_128, kvq_launch_bytes_ahead_wide;
-kvq_decode_launch kvq_launch_far_ahead_64, kvq_launch_far_ahead_128, kvq_launch_far_ahead_wide;
+#define KVQ_LAUNCH(name, ...) kvq_decode_launch kvq_launch_##name;
+#include "instances.inc"
+#undef KVQ_LAUNCH
 void kvq_launch_merge(
     const kvq_attend_args & a, int n_streams, cudaStream_t stream); // splits of tiles, and of rows (attend_rows.cu)
 int kvq_tiles_head_size(int k, int v); // the smallest of the kernels' head sizes that holds both; 0: no kernel

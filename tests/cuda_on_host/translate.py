@@ -134,9 +134,9 @@ def translate_text(text: str) -> str:
 def translate(folder: Path, out: Path) -> list[Path]:
     """All sources of a folder; the C++ files that came of .cu files."""
     made = []
-    for path in sorted([*folder.glob("*.cu"), *folder.glob("*.cuh"), *folder.glob("*.h")]):
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".cu", ".cuh", ".h", ".inc")):
         to = out / (path.stem + ".cpp" if path.suffix == ".cu" else path.name)
-        text = path.read_text() if path.suffix == ".h" else translate_text(path.read_text())
+        text = path.read_text() if path.suffix in (".h", ".inc") else translate_text(path.read_text())
         if not to.exists() or to.read_text() != text:
             to.write_text(text)
         if path.suffix == ".cu":
