@@ -1,7 +1,7 @@
-# Sources of the kernels that are compiled apart: for each row of ggml-kvq/cuda/instances.inc one file, made of
+# Sources of the kernels that are compiled apart: for each row of ggml-kvq/cuda/walk/instances.inc one file, made of
 # instance.cu.in. Without a configured build, for tests and scripts/gpu_check.sh:
 #   cmake -DOUT=<folder> -P cmake/cuda_instances.cmake
-set(kvq_cuda_instances_in ${CMAKE_CURRENT_LIST_DIR}/../ggml-kvq/cuda)
+set(kvq_cuda_instances_in ${CMAKE_CURRENT_LIST_DIR}/../ggml-kvq/cuda/walk)
 
 # kvq_cuda_instances(<variable> <folder>): writes them there; the variable gets their paths. Sources of rows that are gone
 # are removed. What has not changed is not written again.

@@ -40,9 +40,9 @@ if has kernels; then
             esac
             echo "g++ $flags $exact -fopenmp $extra -c $f -o $(basename "$(dirname "$f")")_$(basename "$f").o"
         done
-        for f in "$root"/ggml-kvq/cuda/*.cu instances/*.cu; do
+        for f in "$root"/ggml-kvq/cuda/{,*/}*.cu instances/*.cu; do
             extra=
-            [[ $f = */seal*.cu ]] && extra=-fmad=false
+            [[ $f = */cuda/seal/* ]] && extra=-fmad=false
             echo "$CUDACXX $flags -arch=sm_${arch#sm_} $extra -c $f -o $(basename "$f").o"
         done
         echo "$CUDACXX $flags -arch=sm_${arch#sm_} -c $root/tests/native/cuda_cold.cu -o cuda_cold.main"

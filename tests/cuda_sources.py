@@ -1,4 +1,4 @@
-"""The CUDA sources that a build compiles: those of ggml-kvq/cuda, and those that CMake writes of instances.inc."""
+"""The CUDA sources that a build compiles: those of ggml-kvq/cuda, and those that CMake writes of walk/instances.inc."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1] / "ggml-kvq"
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
 WRITTEN = tempfile.TemporaryDirectory(prefix="ggml-kvq-instances-")
 INSTANCES = instances(Path(WRITTEN.name))
-SOURCES = sorted([*(ROOT / "cuda").glob("*.cu"), *INSTANCES], key=lambda p: p.name)
+SOURCES = sorted([*(ROOT / "cuda").rglob("*.cu"), *INSTANCES], key=lambda p: p.name)
 
 
 def test_there_are_kernels() -> None:
@@ -35,11 +35,13 @@ def test_there_are_kernels() -> None:
 
 def test_each_row_is_one_instance(tmp_path: Path) -> None:
     """Of instances.inc, which attend.cuh includes to declare the launches."""
-    rows = re.findall(r"^KVQ_LAUNCH\((\w+), (\w+), (.+)\)$", (ROOT / "cuda/instances.inc").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^KVQ_LAUNCH\((\w+), (\w+), (.+)\)$", (ROOT / "cuda/walk/instances.inc").read_text(), re.MULTILINE
+    )
     assert {p.name for p in INSTANCES} == {f"attend_{name}.cu" for name, _, _ in rows} and len(rows) > 50
     for name, header, function in rows:
         text = (Path(WRITTEN.name) / f"attend_{name}.cu").read_text()
-        assert (ROOT / "cuda" / f"{header}.cuh").exists() and f'#include "cuda/{header}.cuh"' in text
+        assert (ROOT / "cuda/walk" / f"{header}.cuh").exists() and f'#include "cuda/walk/{header}.cuh"' in text
         assert f"void kvq_launch_{name}(" in text and f"    {function}(a, n_streams, stream, occupancy);" in text
     # a source of a row that is gone would be compiled and linked
     (tmp_path / "attend_gone.cu").write_text("")
@@ -47,10 +49,10 @@ def test_each_row_is_one_instance(tmp_path: Path) -> None:
 
 
 def test_a_wrong_row_is_named(tmp_path: Path) -> None:
-    for folder, name in (("cmake", "cuda_instances.cmake"), ("ggml-kvq/cuda", "instance.cu.in")):
+    for folder, name in (("cmake", "cuda_instances.cmake"), ("ggml-kvq/cuda/walk", "instance.cu.in")):
         (tmp_path / folder).mkdir(parents=True)
         shutil.copy(ROOT.parent / folder / name, tmp_path / folder)
-    (tmp_path / "ggml-kvq/cuda/instances.inc").write_text("// a comment\n\nKVQ_LAUNCH(short_64, attend_short)\n")
+    (tmp_path / "ggml-kvq/cuda/walk/instances.inc").write_text("// a comment\n\nKVQ_LAUNCH(short_64, attend_short)\n")
     done = write(tmp_path, tmp_path / "out")
     said = " ".join(done.stderr.split())
     assert done.returncode and "KVQ_LAUNCH(short_64, attend_short): a row is KVQ_LAUNCH(name, header," in said, said
@@ -103,7 +105,7 @@ def resources(text: str) -> list[tuple[str, int, int, int]]:
 
 def flags_of(arch: str, source: Path) -> list[str]:
     """What nvcc is told, but for where the tree lies: every run of CI clones it anew."""
-    exact = ["-fmad=false"] if source.name.startswith("seal") else []
+    exact = ["-fmad=false"] if source.parent.name == "seal" else []
     return [*exact, "-std=c++17", f"-arch=sm_{arch}", "-Xptxas", "-O1,-v", "-c"]
 
 

@@ -4,8 +4,8 @@
 #include "engines.h"
 #include "base/settings.h"
 
-#include "cuda/device.h"
-#include "cuda/inputs.h"
+#include "cuda/device/device.h"
+#include "cuda/device/inputs.h"
 #include "process.h"
 #include "ggml-impl.h" // ggml_cgraph
 

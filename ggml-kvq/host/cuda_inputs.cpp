@@ -1,9 +1,9 @@
-// Inputs of a step on a device over CUDA (cuda/inputs.h): held when they are set, brought when a graph that uses their
-// buffer begins. Whoever reads or overwrites them before that finds them in their place: they are settled first.
+// Inputs of a step on a device over CUDA (cuda/device/inputs.h): held when they are set, brought when a graph that uses
+// their buffer begins. Whoever reads or overwrites them before that finds them in their place: they are settled first.
 #ifdef KVQ_CUDA
 #include "engines.h"
 
-#include "cuda/inputs.h"
+#include "cuda/device/inputs.h"
 #include "ggml-impl.h" // ggml_cgraph
 
 #include <algorithm>

@@ -8,8 +8,8 @@
 #include "engines.h"
 #include "step.h"
 
-#include "cuda/device.h"
-#include "cuda/graph.h"
+#include "cuda/device/device.h"
+#include "cuda/device/graph.h"
 #include "ggml-impl.h" // ggml_cgraph
 
 #include <algorithm>
