@@ -5,8 +5,8 @@ set(kvq_src ${CMAKE_CURRENT_SOURCE_DIR}/ggml-kvq)
 file(GLOB kvq_core_sources CONFIGURE_DEPENDS
     ${kvq_src}/types/*.cpp ${kvq_src}/engine/*.cpp ${kvq_src}/store/*.cpp ${kvq_src}/policy/*.cpp
     ${kvq_src}/methods/*.cpp ${kvq_src}/cache/*.cpp ${kvq_src}/cpu/*.cpp)
-file(GLOB kvq_host_sources CONFIGURE_DEPENDS ${kvq_src}/host/*.cpp)
-file(GLOB kvq_process_sources CONFIGURE_DEPENDS ${kvq_src}/host/process*.cpp)
+file(GLOB kvq_host_sources CONFIGURE_DEPENDS ${kvq_src}/host/*.cpp ${kvq_src}/host/cuda/*.cpp)
+file(GLOB kvq_process_sources CONFIGURE_DEPENDS ${kvq_src}/host/process*.cpp ${kvq_src}/host/cuda/process*.cpp)
 list(REMOVE_ITEM kvq_host_sources ${kvq_process_sources})
 file(GLOB kvq_types_sources CONFIGURE_DEPENDS ${kvq_src}/types/*.cpp)
 file(GLOB kvq_kernel_sources CONFIGURE_DEPENDS ${kvq_src}/cpu/kernels_*.cpp)
@@ -107,10 +107,10 @@ if(GGML_CUDA)
     set_source_files_properties(${kvq_cuda_seal} PROPERTIES COMPILE_OPTIONS -fmad=false)
     find_path(kvq_cublas_include cublas_v2.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
     if(NOT kvq_cublas_include) # upstream's header, which cuda_stream.cu reads, includes it; nothing of ours calls it
-        set_source_files_properties(${kvq_src}/host/cuda_stream.cu PROPERTIES
+        set_source_files_properties(${kvq_src}/host/cuda/cuda_stream.cu PROPERTIES
             INCLUDE_DIRECTORIES ${CMAKE_CURRENT_LIST_DIR}/without_cublas)
     endif()
-    add_library(kvq-cuda OBJECT ${kvq_cuda_sources} ${kvq_cuda_instances} ${kvq_src}/host/cuda_stream.cu)
+    add_library(kvq-cuda OBJECT ${kvq_cuda_sources} ${kvq_cuda_instances} ${kvq_src}/host/cuda/cuda_stream.cu)
     target_include_directories(kvq-cuda PRIVATE ${kvq_src} ${kvq_src}/include)
     target_include_directories(kvq-cuda SYSTEM PRIVATE ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src)
     target_link_libraries(kvq-cuda PRIVATE CUDA::cudart)

@@ -60,13 +60,13 @@ def test_a_wrong_row_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_upstreams_context_is_read_without_cublas(tmp_path: Path) -> None:
-    """host/cuda_stream.cu includes upstream's header, which includes cuBLAS's: the wheel of our kernels alone is built
-    where there is none (cmake/without_cublas), and must not want a function of it.
+    """host/cuda/cuda_stream.cu includes upstream's header, which includes cuBLAS's: the wheel of our kernels alone is
+    built where there is none (cmake/without_cublas), and must not want a function of it.
     """
     fetched = [sys.executable, str(ROOT.parent / "scripts/fetch_llama_cpp.py")]
     ggml = Path(subprocess.run(fetched, capture_output=True, text=True, check=True).stdout.strip()) / "ggml"
     include = [ROOT.parent / "cmake/without_cublas", ROOT, ROOT / "include", ggml / "include", ggml / "src"]
-    flags = ["-std=c++17", "-arch=sm_80", *(f"-I{p}" for p in include), "-c", str(ROOT / "host/cuda_stream.cu")]
+    flags = ["-std=c++17", "-arch=sm_80", *(f"-I{p}" for p in include), "-c", str(ROOT / "host/cuda/cuda_stream.cu")]
     done = subprocess.run([str(NVCC), *flags, "-o", str(tmp_path / "a.o")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     wanted = subprocess.run(["nm", "-u", tmp_path / "a.o"], capture_output=True, text=True, check=True).stdout

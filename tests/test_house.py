@@ -49,9 +49,9 @@ EXCEPTIONS = {
 }
 #: Files of host/ that name an engine. Others ask engine/host.h, or an object that these made.
 NAME_AN_ENGINE = {
-    "host/cuda_device.cpp",  # makes CUDA devices
-    "host/cuda_step.cpp",  # records steps of kvq_cuda_device
-    "host/cuda_inputs.cpp",  # holds what a step is given until it begins
+    "host/cuda/cuda_device.cpp",  # makes CUDA devices
+    "host/cuda/cuda_step.cpp",  # records steps of kvq_cuda_device
+    "host/cuda/cuda_inputs.cpp",  # holds what a step is given until it begins
 }
 #: Imports of ggml_kvq that close a circle on purpose, inside a function: why.
 PYTHON_EXCEPTIONS = {
@@ -152,7 +152,9 @@ def test_the_picture_is_what_the_code_gives(picture: ModuleType) -> None:
     assert picture.PICTURE.read_text() == picture.draw(), "run: python scripts/draw_architecture.py"
 
 
-@pytest.mark.parametrize("folder", [".", *sorted(ALLOWED), *(f"cuda/{room}" for room in sorted(ROOMS) if room)])
+@pytest.mark.parametrize(
+    "folder", [".", *sorted(ALLOWED), "host/cuda", *(f"cuda/{room}" for room in sorted(ROOMS) if room)]
+)
 def test_every_room_says_what_lives_there(folder: str) -> None:
     text = (SOURCES / folder / "README.md").read_text()
     lines = text.splitlines()

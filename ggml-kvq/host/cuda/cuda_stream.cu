@@ -3,7 +3,7 @@
 #define GGML_CUDA_USE_GRAPHS
 #include "ggml-cuda/common.cuh"
 
-#include "layout.h"
+#include "host/layout.h"
 #include <cstddef>
 #include <cstring>
 

@@ -1,12 +1,12 @@
 // Devices KVQ<i> over CUDA<i>, built when GGML_CUDA=ON. The inner device owns the weights and computes every node
 // that touches no cache; buffers of our type wrap its buffers, and our kernels run on its stream, between its own.
 #ifdef KVQ_CUDA
-#include "engines.h"
+#include "host/engines.h"
 #include "base/settings.h"
 
 #include "cuda/device/device.h"
 #include "cuda/device/inputs.h"
-#include "process.h"
+#include "host/process.h"
 #include "ggml-impl.h" // ggml_cgraph
 
 #include <algorithm>

@@ -5,8 +5,8 @@
 // recording, for those that do not. Sealing follows it. A step that reopens a sealed page runs node by node: what it
 // holds is decoded when its turn comes.
 #ifdef KVQ_CUDA
-#include "engines.h"
-#include "step.h"
+#include "host/engines.h"
+#include "host/step.h"
 
 #include "cuda/device/device.h"
 #include "cuda/device/graph.h"

@@ -1,7 +1,7 @@
 // Inputs of a step on a device over CUDA (cuda/device/inputs.h): held when they are set, brought when a graph that uses
-// their buffer begins. Whoever reads or overwrites them before that finds them in their place: they are settled first.
+// their buffer begins. Before their place is read or overwritten otherwise, they are settled: brought at once.
 #ifdef KVQ_CUDA
-#include "engines.h"
+#include "host/engines.h"
 
 #include "cuda/device/inputs.h"
 #include "ggml-impl.h" // ggml_cgraph
