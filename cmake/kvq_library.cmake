@@ -5,8 +5,8 @@ set(kvq_src ${CMAKE_CURRENT_SOURCE_DIR}/ggml-kvq)
 file(GLOB kvq_core_sources CONFIGURE_DEPENDS
     ${kvq_src}/types/*.cpp ${kvq_src}/engine/*.cpp ${kvq_src}/store/*.cpp ${kvq_src}/policy/*.cpp
     ${kvq_src}/methods/*.cpp ${kvq_src}/cache/*.cpp ${kvq_src}/cpu/*.cpp)
-file(GLOB kvq_host_sources CONFIGURE_DEPENDS ${kvq_src}/host/*.cpp)
-file(GLOB kvq_process_sources CONFIGURE_DEPENDS ${kvq_src}/host/process*.cpp)
+file(GLOB kvq_host_sources CONFIGURE_DEPENDS ${kvq_src}/host/*.cpp ${kvq_src}/host/cuda/*.cpp)
+file(GLOB kvq_process_sources CONFIGURE_DEPENDS ${kvq_src}/host/process*.cpp ${kvq_src}/host/cuda/process*.cpp)
 list(REMOVE_ITEM kvq_host_sources ${kvq_process_sources})
 file(GLOB kvq_types_sources CONFIGURE_DEPENDS ${kvq_src}/types/*.cpp)
 file(GLOB kvq_kernel_sources CONFIGURE_DEPENDS ${kvq_src}/cpu/kernels_*.cpp)
@@ -76,7 +76,7 @@ foreach(part kvq-host kvq-process)
         KVQ_GGML_VERSION="${KVQ_GGML_VERSION}" GGML_BACKEND_DL GGML_BACKEND_SHARED GGML_SHARED LLAMA_SHARED)
 endforeach()
 
-# CUDA kernels and the devices over ggml-cuda. Sealing must round as types/affine.cpp does: no fused multiply-add there.
+# CUDA kernels and the devices over ggml-cuda
 if(GGML_CUDA)
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
         # cards that people have, as far as this nvcc knows them; the last one's PTX is for those that come
@@ -98,14 +98,19 @@ if(GGML_CUDA)
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
     set(CMAKE_CUDA_STANDARD 17)
-    file(GLOB kvq_cuda_sources CONFIGURE_DEPENDS ${kvq_src}/cuda/*.cu)
-    set_source_files_properties(${kvq_src}/cuda/seal.cu ${kvq_src}/cuda/seal_lattice.cu ${kvq_src}/cuda/seal_mixed.cu ${kvq_src}/cuda/seal_turn.cu ${kvq_src}/cuda/seal_chain.cu PROPERTIES COMPILE_OPTIONS -fmad=false)
+    file(GLOB kvq_cuda_sources CONFIGURE_DEPENDS ${kvq_src}/cuda/*.cu ${kvq_src}/cuda/*/*.cu)
+    include(${CMAKE_CURRENT_LIST_DIR}/cuda_instances.cmake)
+    kvq_cuda_instances(kvq_cuda_instances ${CMAKE_CURRENT_BINARY_DIR}/cuda_instances)
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${kvq_src}/cuda/walk/instances.inc)
+    # Sealing rounds as types/affine.cpp does: no fused multiply-add in this folder.
+    file(GLOB kvq_cuda_seal CONFIGURE_DEPENDS ${kvq_src}/cuda/seal/*.cu)
+    set_source_files_properties(${kvq_cuda_seal} PROPERTIES COMPILE_OPTIONS -fmad=false)
     find_path(kvq_cublas_include cublas_v2.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
     if(NOT kvq_cublas_include) # upstream's header, which cuda_stream.cu reads, includes it; nothing of ours calls it
-        set_source_files_properties(${kvq_src}/host/cuda_stream.cu PROPERTIES
+        set_source_files_properties(${kvq_src}/host/cuda/cuda_stream.cu PROPERTIES
             INCLUDE_DIRECTORIES ${CMAKE_CURRENT_LIST_DIR}/without_cublas)
     endif()
-    add_library(kvq-cuda OBJECT ${kvq_cuda_sources} ${kvq_src}/host/cuda_stream.cu)
+    add_library(kvq-cuda OBJECT ${kvq_cuda_sources} ${kvq_cuda_instances} ${kvq_src}/host/cuda/cuda_stream.cu)
     target_include_directories(kvq-cuda PRIVATE ${kvq_src} ${kvq_src}/include)
     target_include_directories(kvq-cuda SYSTEM PRIVATE ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src)
     target_link_libraries(kvq-cuda PRIVATE CUDA::cudart)

@@ -32,14 +32,14 @@ LINE, TITLE, PAD = 15, 20, 9
 
 
 def folders() -> list[str]:
-    """Folders of ggml-kvq/ that hold code, by name."""
-    return sorted(p.name for p in SOURCES.iterdir() if p.is_dir() and any(f.suffix in SUFFIXES for f in p.iterdir()))
+    """Folders of ggml-kvq/ that hold code, by name; what lies in folders of theirs counts as theirs."""
+    return sorted(p.name for p in SOURCES.iterdir() if p.is_dir() and any(f.suffix in SUFFIXES for f in p.rglob("*")))
 
 
 def target(source: Path, name: str, quoted: bool) -> str | None:
     """The folder that an #include in `source` names; "llama.cpp" for upstream's headers, None for any other."""
     if quoted and (source.parent / name).is_file():
-        return source.parent.name
+        return source.relative_to(SOURCES).parts[0]
     if (SOURCES / name).is_file():
         return name.split("/")[0] if "/" in name else None
     if (SOURCES / "include" / name).is_file():
@@ -51,7 +51,7 @@ def includes() -> list[tuple[Path, int, str, str]]:
     """(file, line, its folder, folder included) of every #include between two folders, in the order of files."""
     out = []
     for folder in folders():
-        for path in sorted((SOURCES / folder).iterdir()):
+        for path in sorted((SOURCES / folder).rglob("*")):
             if path.suffix not in SUFFIXES:
                 continue
             text = path.read_text()

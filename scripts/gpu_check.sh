@@ -28,6 +28,8 @@ if has kernels; then
     cd "$build/kernels"
     root=../..; [[ $build = /* ]] && root=$OLDPWD
     flags="-std=c++17 -O3 -I$root/ggml-kvq -I$root/ggml-kvq/include"
+    rm -f ./*.o # some may be of files that are gone
+    cmake -DOUT=instances -P "$root/cmake/cuda_instances.cmake" || exit 1
     exact=-ffp-contract=off # every operation rounds, as in the numpy definition
     {
         for f in "$root"/ggml-kvq/{types,engine,store,policy,methods,cpu}/*.cpp; do
@@ -38,9 +40,9 @@ if has kernels; then
             esac
             echo "g++ $flags $exact -fopenmp $extra -c $f -o $(basename "$(dirname "$f")")_$(basename "$f").o"
         done
-        for f in "$root"/ggml-kvq/cuda/*.cu; do
+        for f in "$root"/ggml-kvq/cuda/{,*/}*.cu instances/*.cu; do
             extra=
-            [[ $f = */seal*.cu ]] && extra=-fmad=false
+            [[ $f = */cuda/seal/* ]] && extra=-fmad=false
             echo "$CUDACXX $flags -arch=sm_${arch#sm_} $extra -c $f -o $(basename "$f").o"
         done
         echo "$CUDACXX $flags -arch=sm_${arch#sm_} -c $root/tests/native/cuda_cold.cu -o cuda_cold.main"

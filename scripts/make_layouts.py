@@ -2,7 +2,7 @@
 """Write the numbers of ggml-kvq/host/layouts.inc: compile its lines against every known llama.cpp and run that.
 
     scripts/make_layouts.py                     trees of scripts/fetch_llama_cpp.py, fetched where they are not cached
-    scripts/make_layouts.py --cuda              those of host/cuda_layouts.inc; needs nvcc, and no GPU
+    scripts/make_layouts.py --cuda              those of host/cuda/cuda_layouts.inc; needs nvcc, and no GPU
     scripts/make_layouts.py --check             compare only; exit code 1 and one line a difference
     scripts/make_layouts.py --check TREE ...    these source trees alone (in --check, their versions must be known)
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import fetch_llama_cpp as fetch  # noqa: E402
 
 FILE = ROOT / "ggml-kvq" / "host" / "layouts.inc"
-CUDA_FILE = FILE.with_name("cuda_layouts.inc")
+CUDA_FILE = FILE.parent / "cuda" / "cuda_layouts.inc"
 SAME = ("KVQ_MEMBER", "KVQ_SIZE", "KVQ_CONSTANT")
 HEADERS = """
 #include "ggml-backend-impl.h"

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -18,25 +19,54 @@ from typing import Any
 
 import object_cache
 import pytest
+from cuda_sources import instances, write
 
 ROOT = Path(__file__).resolve().parents[1] / "ggml-kvq"
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
-SOURCES = sorted((ROOT / "cuda").glob("*.cu"))
+WRITTEN = tempfile.TemporaryDirectory(prefix="ggml-kvq-instances-")
+INSTANCES = instances(Path(WRITTEN.name))
+SOURCES = sorted([*(ROOT / "cuda").rglob("*.cu"), *INSTANCES], key=lambda p: p.name)
 
 
 def test_there_are_kernels() -> None:
-    assert {"seal.cu", "seal_lattice.cu", "attend_decode_128.cu", "device.cu"} <= {p.name for p in SOURCES}
+    names = {p.name for p in SOURCES}
+    assert {"seal.cu", "seal_lattice.cu", "attend_decode_128.cu", "device.cu", *OTHERS.values()} <= names
+
+
+def test_each_row_is_one_instance(tmp_path: Path) -> None:
+    """Of instances.inc, which attend.cuh includes to declare the launches."""
+    rows = re.findall(
+        r"^KVQ_LAUNCH\((\w+), (\w+), (.+)\)$", (ROOT / "cuda/walk/instances.inc").read_text(), re.MULTILINE
+    )
+    assert {p.name for p in INSTANCES} == {f"attend_{name}.cu" for name, _, _ in rows} and len(rows) > 50
+    for name, header, function in rows:
+        text = (Path(WRITTEN.name) / f"attend_{name}.cu").read_text()
+        assert (ROOT / "cuda/walk" / f"{header}.cuh").exists() and f'#include "cuda/walk/{header}.cuh"' in text
+        assert f"void kvq_launch_{name}(" in text and f"    {function}(a, n_streams, stream, occupancy);" in text
+    # a source of a row that is gone would be compiled and linked
+    (tmp_path / "attend_gone.cu").write_text("")
+    assert [p.name for p in instances(tmp_path)] == [p.name for p in INSTANCES]
+
+
+def test_a_wrong_row_is_named(tmp_path: Path) -> None:
+    for folder, name in (("cmake", "cuda_instances.cmake"), ("ggml-kvq/cuda/walk", "instance.cu.in")):
+        (tmp_path / folder).mkdir(parents=True)
+        shutil.copy(ROOT.parent / folder / name, tmp_path / folder)
+    (tmp_path / "ggml-kvq/cuda/walk/instances.inc").write_text("// a comment\n\nKVQ_LAUNCH(short_64, attend_short)\n")
+    done = write(tmp_path, tmp_path / "out")
+    said = " ".join(done.stderr.split())
+    assert done.returncode and "KVQ_LAUNCH(short_64, attend_short): a row is KVQ_LAUNCH(name, header," in said, said
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_upstreams_context_is_read_without_cublas(tmp_path: Path) -> None:
-    """host/cuda_stream.cu includes upstream's header, which includes cuBLAS's: the wheel of our kernels alone is built
-    where there is none (cmake/without_cublas), and must not want a function of it.
+    """host/cuda/cuda_stream.cu includes upstream's header, which includes cuBLAS's: the wheel of our kernels alone is
+    built where there is none (cmake/without_cublas), and must not want a function of it.
     """
     fetched = [sys.executable, str(ROOT.parent / "scripts/fetch_llama_cpp.py")]
     ggml = Path(subprocess.run(fetched, capture_output=True, text=True, check=True).stdout.strip()) / "ggml"
     include = [ROOT.parent / "cmake/without_cublas", ROOT, ROOT / "include", ggml / "include", ggml / "src"]
-    flags = ["-std=c++17", "-arch=sm_80", *(f"-I{p}" for p in include), "-c", str(ROOT / "host/cuda_stream.cu")]
+    flags = ["-std=c++17", "-arch=sm_80", *(f"-I{p}" for p in include), "-c", str(ROOT / "host/cuda/cuda_stream.cu")]
     done = subprocess.run([str(NVCC), *flags, "-o", str(tmp_path / "a.o")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     wanted = subprocess.run(["nm", "-u", tmp_path / "a.o"], capture_output=True, text=True, check=True).stdout
@@ -45,7 +75,7 @@ def test_upstreams_context_is_read_without_cublas(tmp_path: Path) -> None:
 
 OTHERS = {  # one file each for what else the build targets; all of them with KVQ_CUDA_ARCHS="86 89 90 100 120"
     "86": "attend_short_lattice_wide.cu",
-    "89": "attend_mixed_128.cu",
+    "89": "attend_decode_mixed_128.cu",
     "90": "attend_short_64.cu",
     "100": "seal_mixed.cu",
     "120": "attend_short_wide.cu",
@@ -75,15 +105,20 @@ def resources(text: str) -> list[tuple[str, int, int, int]]:
 
 def flags_of(arch: str, source: Path) -> list[str]:
     """What nvcc is told, but for where the tree lies: every run of CI clones it anew."""
-    exact = ["-fmad=false"] if source.name.startswith("seal") else []
+    exact = ["-fmad=false"] if source.parent.name == "seal" else []
     return [*exact, "-std=c++17", f"-arch=sm_{arch}", "-Xptxas", "-O1,-v", "-c"]
+
+
+def name_of(file: Path) -> str:
+    """From the root; of an instance its name alone."""
+    return file.name if file in INSTANCES else str(file.relative_to(ROOT))
 
 
 def compiled(arch: str, source: Path, out: Path) -> subprocess.CompletedProcess[str]:
     """One file for one architecture; what ptxas says of its kernels is on stderr."""
     flags = flags_of(arch, source)
     command = [str(NVCC), *flags, f"-I{ROOT}", f"-I{ROOT / 'include'}", str(source), "-o", str(out)]
-    read = [part for p in reads(source) for part in (str(p.relative_to(ROOT)), p.read_bytes())]
+    read = [part for p in reads(source) for part in (name_of(p), p.read_bytes())]
     key = object_cache.key_of("nvcc", versions(), json.dumps(flags), *read)
     said = object_cache.read(key)
     if said is not None:  # the same compiler has read the same text

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import object_cache
 import pytest
+from cuda_sources import instances
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "tests" / "cuda_on_host"
@@ -53,11 +54,11 @@ def test_translation() -> None:
 def test_kernels_on_the_host(tmp_path: Path) -> None:
     """A small part of tests/native/test_cuda*.cpp; the whole of it runs on a device (scripts/gpu_check.sh)."""
     source = tmp_path / "ggml-kvq"
-    (source / "cuda").mkdir(parents=True)
-    jobs = [
-        (f, ["-O1", f"-I{HERE / 'include'}", *(["-ffp-contract=off"] if f.name.startswith("seal") else [])])
-        for f in translate(ROOT / "ggml-kvq" / "cuda", source / "cuda")
-    ]
+    (tmp_path / "instances").mkdir()
+    instances(tmp_path / "instances")
+    kernels = translate(ROOT / "ggml-kvq" / "cuda", source / "cuda") + translate(tmp_path / "instances", source)
+    near = [f"-I{source}", f"-I{HERE / 'include'}"]
+    jobs = [(f, ["-O1", *near, *(["-ffp-contract=off"] if f.parent.name == "seal" else [])]) for f in kernels]
     jobs = [(f, flags) for f, flags in jobs if f.stem != "graph"]
     for folder in FOLDERS:
         for f in sorted((ROOT / "ggml-kvq" / folder).glob("*.cpp")):
@@ -81,17 +82,18 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
         added.append(path)
         replaced.append(next(i for i, (f, _) in enumerate(jobs) if f == SOURCES / name))
     document = tmp_path / "document" / "ggml-kvq"
-    near = [f"-I{document}", f"-I{SOURCES / 'methods'}", f"-I{SOURCES / 'policy'}", f"-I{ROOT / 'tests'}"]
-    own = [(f, ["-O1", *near]) for f in [*added, HERE / "document_policy.cpp"]]
+    beside = [f"-I{document}", f"-I{SOURCES / 'methods'}", f"-I{SOURCES / 'policy'}", f"-I{ROOT / 'tests'}"]
+    own = [(f, ["-O1", *beside]) for f in [*added, HERE / "document_policy.cpp"]]
     mains = [(f, ["-O1"]) for f in sorted((ROOT / "tests" / "native").glob("test_cuda*.cpp"))]
     jobs += [*own, *mains]
 
     def compiled(job: tuple[Path, list[str]]) -> str:
         path, flags = job
-        place = "document_" if document in path.parents else ""
-        out = tmp_path / f"{place}{path.parent.name}_{path.stem}.o"
+        top = next(p for p in (document, source, ROOT, tmp_path) if p in path.parents)
+        out = tmp_path / "_".join([top.name * (top == document), *path.relative_to(top).with_suffix(".o").parts])
         keeper = [sys.executable, object_cache.__file__, f"--root={ROOT}"]
-        first = [flag for flag in flags if flag == f"-I{document}"]  # its tables, in front of ours
+        # its tables, and translated headers, in front of ours
+        first = [flag for flag in flags if flag in (f"-I{document}", f"-I{source}")]
         command = [*keeper, str(CXX), *first, *FLAGS, *flags, "-c", str(path), "-o", str(out)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -30,15 +30,28 @@ ALLOWED = {
     "cache": {"policy", "methods", "plan", *_STORE},
     "host": {"cache", "policy", "methods", "plan", "cpu", "cuda", *_STORE, "llama.cpp"},
 }
+#: Of cuda/, room by room; "": what lies in cuda/ itself, which every room may include.
+ROOMS: dict[str, set[str]] = {
+    "": set(),
+    "walk": set(),
+    "policy": {"walk"},
+    "seal": {"policy"},
+    "prompt": {"walk", "policy", "seal"},
+    "far": {"walk"},
+    "device": {"walk", "policy", "seal", "prompt", "far"},
+    "choose": {"walk", "policy", "seal", "prompt", "far", "device"},
+}
+#: Files of a folder at most, README.md among them, and the folders that still have more.
+FILES, CROWDED = 40, {"cpu", "host"}
 #: (file, folder it includes): why the order does not hold there.
 EXCEPTIONS = {
     ("include/ggml-kvq-graph.h", "llama.cpp"): "a header for programs that use ggml; its functions take ggml tensors",
 }
 #: Files of host/ that name an engine. Others ask engine/host.h, or an object that these made.
 NAME_AN_ENGINE = {
-    "host/cuda_device.cpp",  # makes CUDA devices
-    "host/cuda_step.cpp",  # records steps of kvq_cuda_device
-    "host/cuda_inputs.cpp",  # holds what a step is given until it begins
+    "host/cuda/cuda_device.cpp",  # makes CUDA devices
+    "host/cuda/cuda_step.cpp",  # records steps of kvq_cuda_device
+    "host/cuda/cuda_inputs.cpp",  # holds what a step is given until it begins
 }
 #: Imports of ggml_kvq that close a circle on purpose, inside a function: why.
 PYTHON_EXCEPTIONS = {
@@ -81,6 +94,27 @@ def test_the_order_has_no_circle() -> None:
         assert [level[n] for n in chain] == sorted(level[n] for n in chain)
 
 
+def test_rooms_of_cuda_include_downwards(picture: ModuleType) -> None:
+    cuda, found = SOURCES / "cuda", []
+    for path in sorted(p for p in cuda.rglob("*") if p.suffix in picture.SUFFIXES):
+        room = path.parent.name if path.parent != cuda else ""
+        for m in picture.INCLUDE.finditer(path.read_text()):
+            there = next((base / m[2] for base in (path.parent, SOURCES) if (base / m[2]).is_file()), ROOT)
+            if cuda in there.parents and there.parent != path.parent:
+                found.append((str(path.relative_to(cuda)), room, there.parent.name if there.parent != cuda else ""))
+    assert {room for _, room, _ in found} | {""} == set(ROOMS)
+    wrong = [f"{path} includes {to}/" for path, room, to in found if to not in ROOMS[room] | ({""} if room else set())]
+    assert not wrong, "\n".join(wrong)
+    assert not circle(ROOMS), "the rooms' order has a circle"
+
+
+def test_no_folder_is_crowded() -> None:
+    count = {
+        str(p.relative_to(SOURCES)): sum(f.is_file() for f in p.iterdir()) for p in SOURCES.rglob("*") if p.is_dir()
+    }
+    assert len(count) > 12 and {folder for folder, n in count.items() if n > FILES} == CROWDED, count
+
+
 def test_only_the_listed_files_name_an_engine(picture: ModuleType) -> None:
     found = {str(p.relative_to(SOURCES)) for p, _, a, b in picture.includes() if a == "host" and b in ("cpu", "cuda")}
     assert found == NAME_AN_ENGINE
@@ -118,7 +152,9 @@ def test_the_picture_is_what_the_code_gives(picture: ModuleType) -> None:
     assert picture.PICTURE.read_text() == picture.draw(), "run: python scripts/draw_architecture.py"
 
 
-@pytest.mark.parametrize("folder", [".", *sorted(ALLOWED)])
+@pytest.mark.parametrize(
+    "folder", [".", *sorted(ALLOWED), "host/cuda", *(f"cuda/{room}" for room in sorted(ROOMS) if room)]
+)
 def test_every_room_says_what_lives_there(folder: str) -> None:
     text = (SOURCES / folder / "README.md").read_text()
     lines = text.splitlines()
@@ -126,6 +162,7 @@ def test_every_room_says_what_lives_there(folder: str) -> None:
     if folder == ".":
         assert all(f"{name}/" in text for name in ALLOWED)
         return
+    assert folder != "cuda" or all(f"{room}/" in text for room in ROOMS if room)
     assert lines[0].startswith(f"# {folder}/: ") and "Test alone: " in text
     # files that it names exist, in the room or from the root
     names = set(re.findall(r"(?<![\w*./-])[\w./-]+\.(?:h|cpp|cu|py|sh|inc|md)\b", text)) - {"ggml.h", "llama.cpp"}
@@ -137,7 +174,7 @@ def test_every_room_says_what_lives_there(folder: str) -> None:
 
 def test_prose_names_files_that_exist() -> None:
     """folder/file of ggml-kvq/ in documents and comments. docs/adding-a-method.md and its test add some."""
-    name = re.compile(rf"(?<![\w./-])(?:ggml-kvq/)?((?:{'|'.join(ALLOWED)})/\w+\.(?:h|cpp|cuh?|inc))\b")
+    name = re.compile(rf"(?<![\w./-])(?:ggml-kvq/)?((?:{'|'.join(ALLOWED)})/(?:\w+/)?\w+\.(?:h|cpp|cuh?|inc))\b")
     wrong = []
     for place in PROSE:
         top = ROOT / place
@@ -170,8 +207,9 @@ def test_comments_name_the_file_that_defines() -> None:
             where = re.fullmatch(r"\s*(\w+\.(?:cu|cpp))\s*", comment)
             if declared and where:
                 seen += 1
-                place = path.parent / where[1]
-                defined = place.exists() and re.search(rf"^\w[^;\n]*\b{declared[1]}\(", place.read_text(), re.MULTILINE)
+                room = path.relative_to(SOURCES).parts[0]
+                place = next((SOURCES / room).rglob(where[1]), None)
+                defined = place and re.search(rf"^\w[^;\n]*\b{declared[1]}\(", place.read_text(), re.MULTILINE)
                 wrong += [f"{path.relative_to(ROOT)}:{i} says {where[1]} defines {declared[1]}"] * (not defined)
     assert seen > 5 and not wrong, "\n".join(wrong)
 
@@ -247,7 +285,7 @@ def test_python_modules_import_in_no_circle() -> None:
 def test_kernels_that_may_start_early_wait() -> None:
     """A kernel launched with kvq_launch_early may run before what it reads is written, unless it waits itself."""
     seen = 0
-    for path in sorted((SOURCES / "cuda").glob("*.cu")):
+    for path in sorted((SOURCES / "cuda").rglob("*.cu")):
         text = path.read_text()
         launched = set(re.findall(r"kvq_launch(?:_early)?\(\s*(?:[^,()]*\? )?(\w+_kernel)\b", text))
         if re.search(r"kvq_launch_early\(\s*kernel\b", text):  # auto kernel = one of two

@@ -71,16 +71,16 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 #: Functions that may be longer than FUNCTION: how long at most, and why. A kernel holds its state in registers, so a
 #: part of it cannot become a function without passing all of that; a native test walks one list of cases.
 LONG = {
-    "ggml-kvq/cuda/attend_bytes.cuh": {"bytes_kernel": 520},
-    "ggml-kvq/cuda/attend_decode.cuh": {"decode_kernel": 560},
-    "ggml-kvq/cuda/attend_mixed.cuh": {"mixed_kernel": 320},
-    "ggml-kvq/cuda/attend_rows.cu": {"rows_kernel": 240},
-    "ggml-kvq/cuda/attend_short.cuh": {"short_kernel": 340},
-    "ggml-kvq/cuda/attend_tiles.cuh": {"tiles_kernel": 180},
-    "ggml-kvq/cuda/decode_picked.cuh": {"sum_picked": 150},
-    "ggml-kvq/cuda/device.cu": {"kvq_cuda_device::attend": 130},  # one chain of choices, in their order
-    "ggml-kvq/cuda/far_pick.cu": {"pick_kernel": 220},
-    "ggml-kvq/cuda/fold.cu": {"sum_kernel": 170},
+    "ggml-kvq/cuda/walk/attend_bytes.cuh": {"bytes_kernel": 520},
+    "ggml-kvq/cuda/walk/attend_decode.cuh": {"decode_kernel": 560},
+    "ggml-kvq/cuda/walk/attend_mixed.cuh": {"mixed_kernel": 320},
+    "ggml-kvq/cuda/prompt/attend_rows.cu": {"rows_kernel": 240},
+    "ggml-kvq/cuda/walk/attend_short.cuh": {"short_kernel": 340},
+    "ggml-kvq/cuda/prompt/attend_tiles.cuh": {"tiles_kernel": 180},
+    "ggml-kvq/cuda/walk/decode_picked.cuh": {"sum_picked": 150},
+    "ggml-kvq/cuda/device/device.cu": {"kvq_cuda_device::attend": 130},  # one chain of choices, in their order
+    "ggml-kvq/cuda/far/far_pick.cu": {"pick_kernel": 220},
+    "ggml-kvq/cuda/policy/fold.cu": {"sum_kernel": 170},
     "tests/native/cuda_attention.h": {"check_attention": 210, "attention_matrix": 130},
     "tests/native/cuda_bytes.h": {"bytes_attention": 150},
     "tests/native/cuda_far.h": {"check_far": 250},

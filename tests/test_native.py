@@ -115,3 +115,47 @@ def test_the_ops_of_any_ggml_graph_without_llama_cpp(build_dir: Path) -> None:
     )
     assert r.returncode == 0 and "runtime error" not in r.stderr, r.stdout + r.stderr[-3000:]
     assert "behind the prediction" in r.stdout
+
+
+#: An order of the folders of kvq-core and host/ in which each links with those before it.
+ORDER = ("types", "engine", "cpu", "methods", "store", "policy", "cache", "host")
+#: What still needs a folder above it: (folder, name without parameters), declared there and defined in host/.
+UPWARDS = {
+    ("cache", name)
+    for name in (
+        "kvq_set_error",
+        "kvq_draft_asked",
+        "kvq_guess_shape",
+        "kvq_config_draft",
+        "kvq_config_current",
+        "kvq_calibration_for",
+        "kvq_model_info::n_attention",
+        "kvq_model_info::latent_of",
+        "kvq_model_info::number_of",
+        "kvq_calibration::fits",
+    )
+}
+
+
+def test_folders_link_downwards(build_dir: Path) -> None:
+    """A folder needs no name that only a folder above it defines: what #include lines do not show (test_house.py)."""
+    defined: dict[str, set[str]] = {}
+    wanted: set[tuple[str, str]] = set()
+    objects = sorted(build_dir.glob("CMakeFiles/kvq-*.dir/ggml-kvq/**/*.o"))
+    folder_of = {o: o.relative_to(build_dir).parts[3] for o in objects}
+    assert set(folder_of.values()) == set(ORDER) and len(objects) > 90
+    listed = subprocess.run(["nm", "-A", "-P", *objects], check=True, capture_output=True, text=True).stdout
+    for line in listed.splitlines():
+        path, _, symbol = line.partition(": ")
+        name, kind = symbol.split()[:2]
+        if kind == "U":
+            wanted.add((folder_of[Path(path)], name))
+        elif kind not in "wv":
+            defined.setdefault(name, set()).add(folder_of[Path(path)])
+    up = sorted((a, n) for a, n in wanted if n in defined and min(map(ORDER.index, defined[n])) > ORDER.index(a))
+    plain = subprocess.run(
+        ["c++filt", "-p"], input="\n".join(n for _, n in up), check=True, capture_output=True, text=True
+    ).stdout.split("\n")
+    found = {(a, name) for (a, _), name in zip(up, plain, strict=False)}
+    assert found <= UPWARDS, f"these point up: {sorted(found - UPWARDS)}"
+    assert not UPWARDS - found, f"no longer exceptions: {sorted(UPWARDS - found)}"

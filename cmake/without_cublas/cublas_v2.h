@@ -1,7 +1,7 @@
-// What upstream's ggml-cuda/common.cuh names of cuBLAS, for ggml-kvq/host/cuda_stream.cu where the CUDA toolkit came
-// without it (kvq_library.cmake). That file reads the stream of upstream's context and calls nothing of cuBLAS: handles
-// have to be as wide as cuBLAS's, functions only have to be declared. (The one that a build without optimisation would
-// want has a body.)
+// What upstream's ggml-cuda/common.cuh names of cuBLAS, for ggml-kvq/host/cuda/cuda_stream.cu where the CUDA toolkit
+// came without it (kvq_library.cmake). That file reads the stream of upstream's context and calls nothing of cuBLAS:
+// handles have to be as wide as cuBLAS's, functions only have to be declared. (The one that a build without
+// optimisation would want has a body.)
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
 // What kernels know of a codec.
-#include "seal.cuh"
+#include "common.cuh"
 #include "types/affine.h"
 #include "types/lattice.h"
 #include "types/mixed.h"

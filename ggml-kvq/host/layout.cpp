@@ -36,7 +36,7 @@ struct cuda_row {
 
 const cuda_row cuda_rows[] = {
 #define KVQ_LAYOUT_OF(...) { __VA_ARGS__ },
-#include "cuda_layouts.inc"
+#include "host/cuda/cuda_layouts.inc"
 };
 
 struct number {

@@ -12,8 +12,8 @@
 //   sum_t p_t v'_t = W_v [sum p k'[l]; sum p k'[l-1]] + sum p decoded
 // The rows lie where the engine computes, which turns them into those of the next layer and,
 // while it attends, into f16 tiles: the CPU in stripes of pages (cpu/chain.cpp), CUDA all pages of a layer at once
-// (cuda/seal_chain.cu). A page that is open one layer below is predicted from its open rows: that happens only while
-// it is being rewritten.
+// (cuda/seal/seal_chain.cu). A page that is open one layer below is predicted from its open rows: that happens only
+// while it is being rewritten.
 //
 //   part chain   k_from_k, v_from_k, v_from_below: inputs of the predictors, 0: not predicted; values: 1, values too;
 //                fold: 1, from keys of both layers; weight_bits: 8 or 4; counts_shared: 1 in the layer whose bytes

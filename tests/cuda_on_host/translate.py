@@ -1,7 +1,8 @@
 """CUDA sources to C++ that runs on the host (include/cuda_runtime.h): launches become calls, PTX instructions become
 functions.
 
-translate(folder, out) writes every .cu as .cpp and every .cuh as it is named, so that includes still work.
+translate(folder, out) writes every .cu as .cpp and every .cuh as it is named, folder by folder, so that includes still
+work.
 """
 
 from __future__ import annotations
@@ -132,11 +133,13 @@ def translate_text(text: str) -> str:
 
 
 def translate(folder: Path, out: Path) -> list[Path]:
-    """All sources of a folder; the C++ files that came of .cu files."""
+    """All sources of a folder and of those in it; the C++ files that came of .cu files."""
     made = []
-    for path in sorted([*folder.glob("*.cu"), *folder.glob("*.cuh"), *folder.glob("*.h")]):
-        to = out / (path.stem + ".cpp" if path.suffix == ".cu" else path.name)
-        text = path.read_text() if path.suffix == ".h" else translate_text(path.read_text())
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".cu", ".cuh", ".h", ".inc")):
+        to = out / path.relative_to(folder)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to = to.with_suffix(".cpp") if path.suffix == ".cu" else to
+        text = path.read_text() if path.suffix in (".h", ".inc") else translate_text(path.read_text())
         if not to.exists() or to.read_text() != text:
             to.write_text(text)
         if path.suffix == ".cu":

@@ -270,7 +270,7 @@ static void fine_attention(kvq_cuda_device & d, bool quick) {
     printf("attention, groups of 16: %d cases, worst relative error %.2g\n", n, worst);
 }
 
-// Heads that are not 64 or 128 channels: every kernel that takes them by slices (cuda/attend.cuh, KVQ_WIDE_BITS),
+// Heads that are not 64 or 128 channels: every kernel that takes them by slices (cuda/walk/attend.cuh, KVQ_WIDE_BITS),
 // with parts of a slice, one slice, two, and four; groups of values over several slices; rotations over several
 // slices; rows that are no power of two
 static void wide_attention(kvq_cuda_device & d, bool quick) {
@@ -350,7 +350,7 @@ static void wide_attention(kvq_cuda_device & d, bool quick) {
                 d.n_fine + d.n_short > before || n_no_room, "heads of %d: the kernel for groups of 16 did not run", D);
         }
     }
-    d.allow_short = false; // groups of 32 with more than 4 query rows (cuda/attend.cuh, KVQ_FINE_BITS)
+    d.allow_short = false; // groups of 32 with more than 4 query rows (cuda/walk/attend.cuh, KVQ_FINE_BITS)
     for (int D : { 80, 96, 192, 256, 512 }) {
         for (const auto & p : { std::make_pair(1, 1), { 2, 1 }, { 2, 2 }, { 3, 3 }, { 4, 4 } }) {
             const attention_case c =

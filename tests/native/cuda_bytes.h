@@ -1,4 +1,4 @@
-// Decode attention in 8-bit products (cuda/attend_bytes.cuh) against f64. Part of test_cuda.cpp.
+// Decode attention in 8-bit products (cuda/walk/attend_bytes.cuh) against f64. Part of test_cuda.cpp.
 #pragma once
 
 #include "cuda_attention.h"
@@ -154,8 +154,8 @@ static void bytes_attention(kvq_cuda_device & d, bool quick) {
     printf("attention, 8-bit products: %d cases, worst relative error %.2g\n", n, worst);
 }
 
-// Open cells at the ends of long caches are parts of their own (cuda/decode_open.cuh), in every kernel that has them:
-// where there are 8 blocks or more of a row.
+// Open cells at the ends of long caches are parts of their own (cuda/walk/decode_open.cuh), in every kernel that has
+// them: where there are 8 blocks or more of a row.
 static void open_ends(kvq_cuda_device & d, bool quick) {
     double worst = 0;
     int n = 0, n_opens = 0;

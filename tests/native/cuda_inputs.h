@@ -2,7 +2,7 @@
 // nothing beside it.
 #pragma once
 
-#include "cuda/inputs.h"
+#include "cuda/device/inputs.h"
 #include "device_bytes.h"
 
 static void check_inputs(kvq_cuda_device & d) {

@@ -1,7 +1,7 @@
 // Time of work on a device.
 #pragma once
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 
 #include <algorithm>
 #include <chrono>

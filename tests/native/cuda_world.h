@@ -1,7 +1,7 @@
 // One layer of pages of random states, on a device and as decoded values. Part of test_cuda.cpp.
 #pragma once
 
-// as cuda/attend.cuh, which is no header of C++
+// as cuda/walk/attend.cuh, which is no header of C++
 #define KVQ_TEST_WIDE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
 #define KVQ_TEST_VALUES(X, F, K) X(F, K, 1) X(F, K, 2) X(F, K, 3) X(F, K, 4)
 #define KVQ_TEST_SORTED(X, V) V(X, 1, 2) V(X, 1, 3) V(X, 1, 4) V(X, 2, 4)

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "check.h"
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 
 #include <algorithm>
 

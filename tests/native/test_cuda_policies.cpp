@@ -350,7 +350,7 @@ int main(int argc, char ** argv) {
     for (int torn : { 1, 2, 3 }) { attention({ "zipcache", "", 64, 2, 4, 1, 350, 1, 0, 0, false, torn }); }
     attention({ "minikv", "window=32", 64, 1, 2, 1, 200, 1, 0, 0, false }); // few cells for few multiprocessors
     attention({ "minikv", "scales=f16,window=32", 128, 1, 1, 1, 250, 1, 0, 8.0f, true });
-    // several tokens of one cache: blocks of rows walk the pages that they see (cuda/seen.cuh)
+    // several tokens of one cache: blocks of rows walk the pages that they see (cuda/walk/seen.cuh)
     const int64_t n_listed = d.n_listed;
     d.allow_lists = 2;
     attention({ "zipcache", "", 128, 1, 4, 5, 2300, 1, 0, 0, true });

@@ -1,5 +1,0 @@
-#include "attend_decode_launch.cuh"
-
-void kvq_launch_decode_lattice_64(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    launch_lattice<64>(a, n_streams, stream, occupancy);
-}

@@ -1,5 +1,0 @@
-#include "attend_decode_launch.cuh"
-
-void kvq_launch_far_ahead_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    launch_ahead<128, false>(a, n_streams, stream, occupancy);
-}

@@ -1,5 +1,0 @@
-#include "attend_decode_launch.cuh"
-
-void kvq_launch_far_logits_64(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    launch_part<64, false, LOGITS>(a, n_streams, stream, occupancy);
-}

@@ -1,6 +1,0 @@
-// Short caches of lattice pages that lack their means, heads of 64.
-#include "attend_short.cuh"
-
-void kvq_launch_short_means_64(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    launch_short_means<64, false>(a, n_streams, stream, occupancy);
-}

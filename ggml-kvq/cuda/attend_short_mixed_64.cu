@@ -1,5 +1,0 @@
-#include "attend_mixed.cuh"
-
-void kvq_launch_short_mixed_64(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    launch_mixed<64, false, true>(a, n_streams, stream, occupancy);
-}

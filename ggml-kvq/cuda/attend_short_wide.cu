@@ -1,6 +1,0 @@
-// Heads of other sizes than 64 and 128, by slices of 128 channels.
-#include "attend_short.cuh"
-
-void kvq_launch_short_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    launch_short_wide<128>(a, n_streams, stream, occupancy);
-}
