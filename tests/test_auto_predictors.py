@@ -31,7 +31,7 @@ def test_behind_predictors_auto_loses_a_third(sidecar: Path, exact: Any) -> None
     for name in ("none", "k", "auto"):
         with opened_auto(sidecar, f"level=30,pairs=sorted,predictor={name}") as m:
             loss[name], lines[name] = kld(m, *exact), m.load_line
-    assert "1|3-bit" in lines["auto"] and "1 layers 4-bit" in lines["auto"] and "predictor full" in lines["auto"]
+    assert "1|3-bit" in lines["auto"] and "1 layer 4-bit" in lines["auto"] and "predictor full" in lines["auto"]
     assert loss["k"] < 0.75 * loss["none"] and loss["auto"] < 0.7 * loss["k"], loss
 
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +18,9 @@ from ggml_kvq import Model, cli, default_means, gguf_header, info, launcher, loa
 from ggml_kvq.calibrate import files, means
 from ggml_kvq.errors import ArgumentTypeError, BudgetError, DownloadError, KvqError, MethodError, StateError
 from ggml_kvq.evaluate import specs
+from test_sliding_windows import gemma3
+
+DEMO = ROOT / "models/kvq-demo-q8_0.gguf"
 
 
 def refusal(*argv: str) -> str:
@@ -72,7 +82,7 @@ def test_plan_says_why_nothing_fits(demo_model: Path, capsys: pytest.CaptureFixt
 def test_a_size_of_a_few_bytes_lacks_its_unit(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--kv-budget 2 is 2 bytes: write the unit, for example --kv-budget 2G"
     assert words in refusal("-m", str(demo_model), "--kv-budget", "2")
-    with pytest.raises(BudgetError, match="kv_budget 2 is 2 bytes: write the unit, for example kv_budget 2G"):
+    with pytest.raises(BudgetError, match="kv_budget=2 is 2 bytes: write the unit, for example kv_budget='2G'"):
         Model(demo_model, kv_budget=2)
     assert cli.main(["plan", "--memory", "8"]) != 0
     assert "--memory 8 is 8 bytes: write the unit, for example --memory 8G" in capsys.readouterr().err
@@ -89,7 +99,7 @@ def test_a_budget_that_is_too_small_is_told_the_least(demo_model: Path) -> None:
 def test_a_budget_that_no_context_fits_says_so_in_words(demo_model: Path) -> None:
     """It said "give at least 11 MiB (2.09 bits), no context fits it"."""
     said = refusal("-m", str(demo_model), "--kv-budget", "20K", "-c", "4096")
-    assert said.endswith(" bits); a shorter one does not fit either")
+    assert said.endswith(" bits at these 4096 tokens); a shorter one does not fit either")
 
 
 def test_bits_that_halves_of_keys_cannot_do_with_name_what_can() -> None:
@@ -235,3 +245,172 @@ def test_one_text_is_not_a_list_of_letters(demo_model: Path) -> None:
     words = "prompts='abc' is one text; pass a list of texts"
     with Model(demo_model, "f16", n_ctx=256) as model, pytest.raises(ArgumentTypeError, match=words):
         model.generate_many("abc")
+
+
+# ------------------------------------------------------------------ the third walk: numbers of bits and bytes
+
+
+@pytest.fixture
+def halved(tmp_path: Path) -> Path:
+    """A model whose first use found sorted halves of keys: a copy with such data beside it."""
+    copy = tmp_path / "halved.gguf"
+    shutil.copy(DEMO, copy)
+    fitted = means.fit(copy, (ROOT / "README.md").read_text(), n_sequences=1, length=256, n_threads=1)
+    fitted.pairs = "sorted"
+    meta = {**files.fields(copy, fitted, 4), "kvq.auto.order": fitted.climb}
+    files.write_sidecar(tmp_path / "halved.kvq.gguf", meta, files.arrays(fitted))
+    return copy
+
+
+def test_the_least_bits_that_are_named_are_taken(halved: Path) -> None:
+    """ "1.44 are the least", said the launcher, and the library, behind it, that 1.45 were."""
+    said = refusal("-m", str(halved), "--kv-bits", "1.25", "-c", "512")
+    least = float(re.findall(r"bits are not possible: (\d\.\d\d) are the least", said)[0])
+    assert f"--kv-bits 1.25: 1.25 bits are not possible: {least:.2f} are the least" in said
+    assert launcher.command("llama-cli", ["-m", str(halved), "--kv-bits", str(least), "-c", "512"], {}).args
+    Model(halved, kv_bits=least, n_ctx=512, n_threads=1).close()
+    with pytest.raises(BudgetError, match=f"^kv_bits=1.25: 1.25 bits are not possible: {least:.2f} are the least"):
+        Model(halved, kv_bits=1.25, n_ctx=512)
+    refusal("-m", str(halved), "--kv-bits", f"{least - 0.02:.2f}", "-c", "512")  # and nothing is loaded for it
+
+
+def test_the_refusal_names_whole_keys_in_the_words_of_who_asked(
+    halved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It did not name them, because the order of the data is none of their ladder."""
+    said = refusal("-m", str(halved), "--kv-bits", "1.25")
+    assert said.endswith(", or write --kv-opt pairs=none: whole keys can do with fewer bits")
+    launcher.command("llama-cli", ["-m", str(halved), "--kv-bits", "1.25", "--kv-opt", "pairs=none"], {})
+    with pytest.raises(BudgetError, match="or pass kv_opts='pairs=none': whole keys can do with fewer bits$"):
+        Model(halved, kv_bits=1.25, n_ctx=512)
+    Model(halved, kv_bits=1.25, kv_opts="pairs=none", n_ctx=512, n_threads=1).close()
+    (tmp_path / "text").write_text("a few words. " * 600)
+    argv = ["-m", str(halved), "-f", str(tmp_path / "text"), "-c", "512", "-o", str(tmp_path / "out.jsonl")]
+    cache = f"auto:bits=1.25@{tmp_path / 'halved.kvq.gguf'}"
+    assert cli.main(["eval", *argv, "--cache", cache]) == 2
+    said = capsys.readouterr().err
+    assert f"cache '{cache}': 1.25 bits are not possible" in said and "or write auto:bits=1.25,pairs=none: " in said
+    assert "f16 base" not in said  # it ran the reference first
+
+
+def test_more_bits_than_auto_has_are_told_so(demo_model: Path) -> None:
+    """--kv-bits 16 gave 4.2 bits in silence."""
+
+    def notes(bits: str) -> str:
+        return "\n".join(launcher.command("llama-cli", ["-m", str(demo_model), "--kv-bits", bits], {}).notes)
+
+    assert "auto ends at 4.2 bits; for more: --kv-method kivi --kv-opt bits=4, or --kv-method f16" in notes("8")
+    assert "ends at" not in notes("4.25")
+    words = r"kv_bits=16: auto ends at 4.2 bits; for more pass kv_method='kivi', kv_opts=\{'bits': 4\}"
+    with pytest.warns(UserWarning, match=words):
+        model = Model(demo_model, kv_bits=16, n_ctx=512, n_threads=1)
+    with model:
+        assert "; auto ends at 4.2" in model.load_line
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Model(demo_model, kv_bits=4.25, n_ctx=512, n_threads=1) as model:
+            assert "ends at" not in model.load_line
+
+
+def test_a_budget_is_told_in_bits_of_codes_and_of_all(demo_model: Path) -> None:
+    """ "6144 KiB at 2.5 bits" stood beside a load line that said 3.83."""
+    got = launcher.command("llama-cli", ["-m", str(demo_model), "--kv-budget", "2M"], {})
+    note = next(n for n in got.notes if n.startswith("--kv-budget"))
+    found = re.fullmatch(
+        r"--kv-budget: 2048 KiB: (\d+) tokens at codes of 2.5 bits \((\d\.\d\d) with their window\);"
+        r" up to -c (\d+) with fewer bits",
+        note,
+    )
+    assert found and got.args[got.args.index("-c") + 1] == found[1], note
+    (plan,) = planned(demo_model, int(found[1]), "auto:bits=2.5")
+    assert plan.bits == pytest.approx(float(found[2]), abs=0.01)
+    argv = ["-m", str(demo_model), "--kv-budget", "2M", "-c"]
+    launcher.command("llama-cli", [*argv, found[3]], {})
+    refusal(*argv, str(int(found[3]) + 256))
+
+
+def test_the_bits_of_a_refused_budget_are_of_that_context(demo_model: Path) -> None:
+    said = refusal("-m", str(demo_model), "--kv-budget", "500K", "-c", "2048")
+    assert re.search(r"give at least \d+ KiB \(\d\.\d\d bits at these 2048 tokens\); a shorter", said), said
+
+
+def test_a_size_is_written_as_it_is_given(demo_model: Path) -> None:
+    """64 of a cache are MiB; Python was told `kv_budget 1000G`, and that 1.5 is 1 bytes."""
+    words = "--kv-budget 64 is 64 bytes: write the unit, for example --kv-budget 64M"
+    assert refusal("-m", str(demo_model), "--kv-budget", "64") == words
+    for given, said in (
+        (1000, "kv_budget=1000 is 1000 bytes: write the unit, for example kv_budget='1000M'"),
+        (1.5, "kv_budget=1.5 is 1.5 bytes: write the unit, for example kv_budget='1.5G'"),
+        ("x", "kv_budget='x' is no size; write for example kv_budget='2G' or kv_budget='800M'"),
+    ):
+        with pytest.raises(BudgetError) as e:
+            Model(demo_model, kv_budget=given)  # type: ignore[arg-type]
+        assert str(e.value) == said
+    with pytest.raises(BudgetError, match=r"^kv_bits=40 is no number of bits from 0.5 to 16; .* kv_bits=2.5$"):
+        Model(demo_model, kv_bits=40)
+
+
+# ------------------------------------------------------------------ the third walk: load lines and cures
+
+
+def test_the_default_of_bits_is_told(demo_model: Path) -> None:
+    """A tuned model with its data inside chose 2.5 bits, and its line did not say so."""
+    with Model(demo_model, "auto", n_ctx=1024, n_threads=1) as model:
+        assert re.search(r"; 2\.5 bits, the default, count at 131072 tokens: these 1024 take", model.load_line)
+    with Model(demo_model, "auto", "bits=2.5", n_ctx=1024, n_threads=1) as model:
+        assert "default" not in model.load_line and "; 2.5 bits count at 131072 tokens" in model.load_line
+
+
+def test_two_caches_of_a_model_are_told_apart_to_the_end(demo_model: Path, tmp_path: Path) -> None:
+    """Closing lines came in the other order than load lines; and "1 layers"."""
+    model = gemma3(demo_model, tmp_path / "m.gguf", None)
+    argv = ["-m", str(model), "--kv-method", "kivi", "-p", "a", "-n", "1", "-c", "512", "-no-cnv", "-t", "1"]
+    code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, check=True)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ggml-kvq: kivi")]
+    for part in ("1 of 7 layers", "6 of 7 layers"):
+        assert [part in line for line in lines].count(True) == 2, lines
+        assert any(line.startswith(f"ggml-kvq: kivi: {part}: ") for line in lines), lines
+    assert "1 layers" not in done.stderr
+
+
+def test_a_sidecar_of_another_model_beside_it_can_be_left_aside(demo_model: Path, tmp_path: Path) -> None:
+    """ "make it again with ggml-kvq calibrate" was the only cure of a file that nobody had asked for."""
+    model = tmp_path / "m.gguf"
+    shutil.copy(demo_model, model)
+    fitted = means.fit(demo_model, (ROOT / "README.md").read_text(), n_sequences=1, length=256, n_threads=1)
+    other = {**files.fields(demo_model, fitted, 4), "kvq.model.hash": "0"}
+    files.write_sidecar(tmp_path / "m.kvq.gguf", other, files.arrays(fitted))
+    with pytest.raises(MethodError, match="or leave it aside with kv_config='none'$"):
+        Model(model, "aqua", n_ctx=256)
+    argv = ["-m", str(model), "-p", "a", "-n", "1", "-c", "256", "-no-cnv", "-t", "1"]
+    code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+    call = [sys.executable, "-c", code, *argv, "--kv-method", "aqua"]
+    said = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False).stderr
+    assert "or leave it aside with --kv-config none" in said
+    call[-1:] = ["aqua", "--kv-config", "none"]
+    said = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False).stderr
+    assert "(ggml-kvq calibrate makes it), or write --kv-opt predictor=none" in said  # and not "set predictor=none"
+
+
+def test_plugin_says_what_the_program_wants_besides(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without these two flags the cache stays f16 in silence."""
+    assert cli.main(["plugin"]) == 0
+    got = capsys.readouterr()
+    assert (
+        got.err == "# start the program with -dev KVQ0 -fa on: without them its cache stays f16, and nothing says so\n"
+    )
+    assert got.out.count("\n") == 2 and "#" not in got.out
+
+
+def test_a_server_whose_port_is_taken_leaves_no_page(demo_model: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        argv = ["-m", str(demo_model), "--port", str(taken.getsockname()[1]), "--kv-method", "kivi", "-c", "512"]
+        code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_server())"
+        env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv], env=env, capture_output=True, timeout=120, check=False
+        )
+    assert done.returncode != 0 and not list(tmp_path.iterdir()), done.stderr[-500:]

@@ -65,7 +65,7 @@ kvq_status kvq_levels::find_allowed(int & level, std::string & err) const {
         kvq_options whole = options; // keys that are not split have rungs below
         const auto pairs = whole.values.find("pairs");
         if (pairs != whole.values.end() && pairs->second != "none") {
-            pairs->second = "none";
+            pairs->second = whole.values["order"] = "none"; // an order is one of its ladder
             std::string other;
             if (kvq_levels{ method, whole, shapes, n_layer, n_cells, n_stream, 0.0 }.bits(0, cells, now, other) ==
                     KVQ_OK &&

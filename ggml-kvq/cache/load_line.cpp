@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstring>
 
+static std::string n_layers(size_t n) { return std::to_string(n) + (n == 1 ? " layer" : " layers"); }
+
 // "K 3.2" or "K 2.7 (12 layers of 2 code bits, 4 of 1, 4 shared)"; 0|4-bit: of fast and of slow rotary pairs
 static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>> & layers, bool value, double bits) {
     std::map<std::string, int> classes;
@@ -29,7 +31,7 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
     if (classes.size() > 1 || classes.begin()->first.find(' ') != std::string::npos) {
         std::string list;
         for (const auto & c : classes) {
-            list += (list.empty() ? "" : ", ") + std::to_string(c.second) + " layers " + c.first;
+            list += (list.empty() ? "" : ", ") + n_layers((size_t) c.second) + " " + c.first;
         }
         out += " (" + list + ")";
     }
@@ -54,14 +56,12 @@ std::string kvq_kv_cache::words_of_policies(const kvq_stats & s) const {
     return out;
 }
 
-// "; 8 of 12 layers" when the model has more: the others lie on another device, in another cache, or are llama.cpp's
-// own (-ngl, --fit).
+// "8 of 12 layers" when the model has more: the others lie on another device, in another cache, or are llama.cpp's own
+// (-ngl, --fit).
 std::string kvq_kv_cache::part_of_model() const {
     const int n = (int) layers.size(), n_all = model.n_attention();
     const bool predicts = n && layers[0]->d.il >= model.n_layer - model.n_layer_nextn;
-    return model.arch.empty() || predicts || n >= n_all
-        ? ""
-        : "; " + std::to_string(n) + " of " + std::to_string(n_all) + " layers";
+    return model.arch.empty() || predicts || n >= n_all ? "" : std::to_string(n) + " of " + n_layers((size_t) n_all);
 }
 
 // "; window: as much as fits, 64 to 2144 tokens": those that the lane with the least room keeps as they came
@@ -107,14 +107,44 @@ static std::string words_of_declared(const std::vector<std::unique_ptr<kvq_kv_la
     return text;
 }
 
-// "; bits=4.25 counts at 131072 tokens: 512 take 7.90 bits with their window": of a context that is shorter
+// "; 4.25 bits count at 131072 tokens: these 512 take 7.90 with their f16 window": of a context that is shorter
 static std::string words_of_short_context(const kvq_config & config, const kvq_stats & s) {
     if (!config.method || !config.method->most) { return ""; }
     const kvq_method::limit most = config.method->most(config.options);
-    if (!most.strict || most.n_cells <= s.n_cells || s.bits < most.bits + 0.005) { return ""; }
+    if (most.bits <= 0) { return ""; }
     char text[160];
-    snprintf(text, sizeof(text), "; %.4g bits count at %d tokens: these %d take %.2f with their f16 window", most.bits,
-        most.n_cells, s.n_cells, s.bits);
+    snprintf(text, sizeof(text), "; %.4g bits%s", most.bits, most.strict ? "" : ", the default,");
+    if (most.n_cells <= s.n_cells || s.bits < most.bits + 0.005) {
+        return most.strict ? "" : text + std::string(" were chosen");
+    }
+    const std::string out = text;
+    snprintf(text, sizeof(text), " count at %d tokens: these %d take %.2f with their f16 window", most.n_cells,
+        s.n_cells, s.bits);
+    return out + text;
+}
+
+// "; auto ends at 4.22 bits": more were asked for than its highest level takes where bits count
+static std::string words_of_top(
+    const kvq_config & config, const std::vector<std::unique_ptr<kvq_kv_layer>> & layers, int n_layer) {
+    constexpr double CLOSE = 0.1; // what the levels of a model lie apart, at most
+    if (!config.method || !config.method->most || !config.method->n_levels) { return ""; }
+    const kvq_method::limit most = config.method->most(config.options);
+    if (most.bits <= 0 || layers.empty() || layers[0]->d.level < config.method->n_levels(config.options, n_layer) - 1) {
+        return "";
+    }
+    double bytes = 0.0, values = 0.0;
+    for (const auto & l : layers) {
+        for (const bool value : { false, true }) {
+            const kvq_lane_layout & of = value ? l->d.v : l->d.k;
+            const kvq_lane_layout x = kvq_make_lane_layout(l->d.plan, value, of.n_head, most.n_cells, 1);
+            bytes += (double) x.bytes();
+            values += (double) x.n_head * x.codec.head_size * x.n_cells;
+        }
+    }
+    const double top = values > 0 ? 8.0 * bytes / values : most.bits;
+    if (most.bits < top + CLOSE) { return ""; }
+    char text[64];
+    snprintf(text, sizeof(text), "; auto ends at %.2f bits", top);
     return text;
 }
 
@@ -153,10 +183,12 @@ std::string kvq_kv_cache::load_line() const {
         if (const char * by = device.slow_reading(l->d.plan.flags, l->d.k, l->d.v)) { slow[by]++; }
     }
     for (const auto & s : slow) {
-        reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) +
-            " layers are read by " + s.first;
+        reading += "; no kernel for tokens has these heads and bits: " + n_layers((size_t) s.second) +
+            (s.second == 1 ? " is read by " : " are read by ") + s.first;
     }
-    reading = part_of_model() + words_of_declared(layers, config.is_instead) + words_of_short_context(config, s) +
+    const std::string part = part_of_model();
+    reading = (part.empty() ? "" : "; " + part) + words_of_declared(layers, config.is_instead) +
+        words_of_short_context(config, s) + words_of_top(config, layers, model.n_attention()) +
         words_of_window(layers) + words_of_policies(s) + words_of_data(config) + reading;
     const std::string note = reading +
         (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers"
@@ -167,7 +199,8 @@ std::string kvq_kv_cache::load_line() const {
 
 std::string kvq_kv_cache::closing_line() const {
     const kvq_stats s = stats();
-    std::string text = std::string("ggml-kvq: ") + s.method + ": ";
+    const std::string part = part_of_model();
+    std::string text = std::string("ggml-kvq: ") + s.method + ": " + (part.empty() ? "" : part + ": ");
     if (!strcmp(s.method, "f16")) { return text + "every token was kept as it came"; }
     if (!s.n_sealed) { return text + "no page was sealed: all that was read lay in the f16 window"; }
     const uint64_t n_lanes = std::max<uint64_t>(1, 2 * layers.size());

@@ -79,18 +79,23 @@ extern "C" int kvq_configure(const char * method, const char * opts, const char 
 }
 
 std::string kvq_words_for_caller(const std::string & text) {
-    if (configured.set || *kvq_setting_text(kvq_setting::LAUNCHER)) { return text; }
+    if (configured.set) { return text; } // Python has words of its own for them
     static const struct {
-        const char *flag, *variable;
+        const char *ours, *variable, *flag;
     } words[] = {
-        { "--kv-config (", "KVQ_CONFIG=FILE.gguf (" },
-        { "set predictor=none", "set KVQ_OPTS=predictor=none" },
-        { "--kv-method ", "KVQ_METHOD=" },
+        { "--kv-config (", "KVQ_CONFIG=FILE.gguf (", nullptr },
+        { "--kv-config none", "KVQ_CONFIG=none", nullptr },
+        { "set predictor=none", "set KVQ_OPTS=predictor=none", "write --kv-opt predictor=none" },
+        { "set pairs=none", "set KVQ_OPTS=pairs=none", "write --kv-opt pairs=none" },
+        { "set order=none", "set KVQ_OPTS=order=none", "write --kv-opt order=none" },
+        { "--kv-method ", "KVQ_METHOD=", nullptr },
     };
+    const bool launched = *kvq_setting_text(kvq_setting::LAUNCHER);
     std::string out = text;
     for (const auto & w : words) {
-        const size_t at = out.find(w.flag);
-        if (at != std::string::npos) { out.replace(at, strlen(w.flag), w.variable); }
+        const size_t at = out.find(w.ours);
+        const char * const theirs = launched ? w.flag : w.variable;
+        if (at != std::string::npos && theirs) { out.replace(at, strlen(w.ours), theirs); }
     }
     return out;
 }
@@ -358,6 +363,8 @@ static kvq_status check_data(const kvq_request & r, const kvq_model_info & model
         d.config_from.clear();
         d.lacks_means = true;
         status = KVQ_OK;
+    } else if (status != KVQ_OK && r.model && from == kvq_path_beside(r.model)) { // launchers and Python name it, too
+        err += ", or leave it aside with --kv-config none";
     }
     if (!line.empty()) { note(line); }
     return status;

@@ -7,6 +7,13 @@
 #include <utility>
 #include <vector>
 
+std::string kvq_path_beside(const std::string & model) {
+    const size_t slash = model.rfind('/'), from = slash == std::string::npos ? 0 : slash + 1;
+    const size_t dot = model.rfind('.');
+    const bool has_ending = dot != std::string::npos && model.find_first_not_of('.', from) < dot;
+    return (has_ending ? model.substr(0, dot) : model) + ".kvq.gguf";
+}
+
 namespace {
 
 constexpr const char * OFF = "none";  // a method: llama.cpp's own cache; a file: not the one beside the model
@@ -30,14 +37,6 @@ bool has(const char * text) { return text && *text; }
 bool is_file(const std::string & path) {
     struct stat st = {};
     return !stat(path.c_str(), &st) && S_ISREG(st.st_mode);
-}
-
-// MODEL.kvq.gguf of MODEL.gguf
-std::string path_beside(const std::string & model) {
-    const size_t slash = model.rfind('/'), from = slash == std::string::npos ? 0 : slash + 1;
-    const size_t dot = model.rfind('.');
-    const bool has_ending = dot != std::string::npos && model.find_first_not_of('.', from) < dot;
-    return (has_ending ? model.substr(0, dot) : model) + ".kvq.gguf";
 }
 
 // Are data of method `held` what `method` takes? Methods that take channel means take those of each other.
@@ -211,7 +210,7 @@ kvq_status choose_config(const kvq_request & r, const named_file & file, const k
         out.config_from = "embedded";
         return KVQ_OK;
     }
-    const std::string beside = has(r.model) && !file.off ? path_beside(r.model) : "";
+    const std::string beside = has(r.model) && !file.off ? kvq_path_beside(r.model) : "";
     kvq_model_info held;
     if (is_file(beside) && kvq_read_model_info(beside, held, err) != KVQ_OK) {
         const bool argument = r.asker == KVQ_ASKS_BY_ARGUMENTS;

@@ -20,6 +20,8 @@ struct kvq_decision {
     std::string note;                // what was given and is not used, or ""
 };
 
+std::string kvq_path_beside(const std::string & model); // MODEL.kvq.gguf of MODEL.gguf
+
 // Status and one line in err. Reads headers alone: kvq_check_calibrated tells whether data are whole and of this model.
 kvq_status kvq_decide(const kvq_request & request, kvq_model_info & model, kvq_decision & out, std::string & err);
 

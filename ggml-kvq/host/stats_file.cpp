@@ -217,6 +217,9 @@ static void remove_page(void) {
     rmdir(folder.c_str());
 }
 
+// Runs when the loader unloads libraries, behind the writer. A server whose port is taken ends before it has a cache.
+__attribute__((destructor)) static void end(void) { remove_page(); }
+
 namespace {
 struct writer {
     std::mutex mutex;
@@ -233,7 +236,6 @@ struct writer {
         }
         wake.notify_all();
         thread.join();
-        remove_page();
     }
 };
 }

@@ -29,8 +29,8 @@ static const kvq_option_info options[] = {
         "true bits of keys and values in a context of `at` tokens, all bytes included, 0.5..16; 0: 2.5, or the least",
         "ggml-kvq" },
     { "at", "int", "0",
-        "tokens of the context at which those bits count; 0: 131072, so that a short context has codes as good as a "
-        "long one, and its window besides",
+        "tokens of the context at which those bits count; 0: 131072. A shorter context has the same codes, and more "
+        "bits with its f16 window",
         "ggml-kvq" },
     { "level", "int", "-1", "steps up the ladder of layers and bits; -1: as many as `bits` allow", "ggml-kvq" },
     { "order", "text", "none", "layers in the order in which they rise, as 0.5.3 or 0v.3k; none: spread out",

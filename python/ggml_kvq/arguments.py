@@ -262,7 +262,8 @@ class Asked:
         facts = memory.model(self.model)
         if self.room is None:
             if facts:
-                budget.refuse_too_few(facts, ",".join(filter(None, (opts, f"bits={bits:g}"))), f"kv_bits={bits:g}")
+                with_bits = ",".join(filter(None, (opts, f"bits={bits:g}")))
+                budget.refuse_too_few(facts, with_bits, f"kv_bits={bits:g}", "pass kv_opts='pairs=none'")
             return f"bits={bits:g}"
         if facts is None:
             raise MethodError(f"{self.model} describes no attention layers; kv_budget has nothing to divide")
@@ -275,6 +276,17 @@ class Asked:
         except BudgetError as e:
             text = str(e).replace("give -c with --kv-budget", "give n_ctx")
             raise BudgetError(f"kv_budget={self.room}: {re.sub(r'-c (?=[0-9])', 'n_ctx=', text)}") from None
+
+    def warn_beyond(self, opts: str) -> None:
+        """Of more bits than method auto has."""
+        facts = memory.model(self.model)
+        top = budget.beyond(facts, opts, float(self.bits)) if facts and self.bits is not None else 0.0
+        if top:
+            warnings.warn(
+                f"kv_bits={self.bits}: auto ends at {top:.2g} bits; for more pass kv_method='kivi',"
+                " kv_opts={'bits': 4}, or kv_method='f16'",
+                stacklevel=4,
+            )
 
     def resolved(self, opts: str, header: gguf_header.Header | None) -> resolver.Resolved:
         """The library's answer."""
@@ -310,7 +322,9 @@ def chosen(asked: Asked, n_threads: int, type_k: str, type_v: str) -> Choice:
     choices.check_method(method, opts, out.config, type_k, type_v)
     config, words = data(asked.model, out, asked.config, n_threads), ""
     if asked.counts:
-        number = asked.number(asked.resolved(asked.opts, header).options)
+        options = asked.resolved(asked.opts, header).options
+        number = asked.number(options)
+        asked.warn_beyond(options)
         opts = asked.resolved(",".join(filter(None, (asked.opts, number))), header).opts
         words = f"kv_budget={asked.room}" if asked.room is not None else ""
     return Choice(method, opts, config, words)
@@ -340,7 +354,8 @@ def in_python(e: MethodError) -> MethodError:
         r"pass kv_config='FILE.gguf' \1 or kv_opts={'\2': '\3'}",
         str(e),
     )
-    return MethodError(text)
+    text = re.sub(r"\bset (pairs|order|predictor)=none", r"pass kv_opts='\1=none'", text)
+    return MethodError(text.replace("--kv-config none", "kv_config='none'"))
 
 
 def describe(model: Model) -> str:

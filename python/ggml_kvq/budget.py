@@ -13,8 +13,11 @@ METHOD = "auto"
 USUAL_BITS = 2.5  # as auto's own default
 LEAST_BITS = 1.25  # below what these need a budget is refused
 LONG = 131072  # tokens at which bits count (methods/auto.cpp)
+_CLOSE = 0.1  # bits: levels lie no further apart than this
 _MOST_RUNGS = 16  # above the number of rungs of any ladder of method auto
 _LEAST = 1 << 16  # bytes: a smaller number without a unit lacks one
+_GIB = 16  # a smaller number without a unit means GiB, a larger one of a cache MiB
+PAIRS = "set pairs=none"  # a cure in the library's words
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -23,10 +26,22 @@ def size(text: str, words: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
     n = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
     if n < 1:
-        raise BudgetError(f"{words} {text} is no size; write for example {words} 2G or {words} 800M")
+        raise BudgetError(
+            f"{_given(words, text)} is no size; write for example {_given(words, '2G')} or {_given(words, '800M')}"
+        )
     if found and not found[2] and n < _LEAST:
-        raise BudgetError(f"{words} {text} is {n} bytes: write the unit, for example {words} {text}G")
+        unit = "M" if "budget" in words and n >= _GIB else "G"
+        raise BudgetError(
+            f"{_given(words, text)} is {found[1]} bytes: write the unit, for example {_given(words, text + unit)}"
+        )
     return n
+
+
+def _given(words: str, value: str) -> str:
+    """A value as it is given: to a flag behind it, to an argument of Python as one writes it there."""
+    if words.startswith("-"):
+        return f"{words} {value}"
+    return f"{words}={value}" if re.fullmatch(r"[\d.]+", value) else f"{words}={value!r}"
 
 
 def bits(text: str, words: str) -> float:
@@ -36,7 +51,9 @@ def bits(text: str, words: str) -> float:
     except ValueError:
         value = 0.0
     if not 0.5 <= value <= 16:
-        raise BudgetError(f"{words} {text} is no number of bits from 0.5 to 16; write for example {words} 2.5")
+        raise BudgetError(
+            f"{_given(words, text)} is no number of bits from 0.5 to 16; write for example {_given(words, '2.5')}"
+        )
     return value
 
 
@@ -66,13 +83,17 @@ class Context:
     n_ubatch: int = 512
 
 
+def with_means(opts: str) -> str:
+    """Options of method auto as its cache has them: a model that brings no means has them measured."""
+    named = any(opt.startswith("means=") for opt in opts.split(","))
+    return opts if named else ",".join(filter(None, (opts, "means=on")))
+
+
 class _Ladder:
     """Method auto's ladder for these layers: bytes of a level, and what its codes are in a long context."""
 
     def __init__(self, facts: memory.Model, opts: str, want: Context) -> None:
-        if not any(opt.startswith("means=") for opt in opts.split(",")):
-            opts = ",".join(filter(None, (opts, "means=on")))
-        self.facts, self.opts, self.want = facts, opts, want
+        self.facts, self.opts, self.want = facts, with_means(opts), want
 
     def cache(self, n_ctx: int, level: int) -> int:
         """Bytes of all caches at n_ctx tokens. MethodError for a level that there is not."""
@@ -144,7 +165,7 @@ def fit(
                 cure = f", or the longest context for it, -c {longest}"
             raise BudgetError(
                 f"{room} hold no context of {n_ctx} tokens: give at least {words(ladder.cache(n_ctx, floor))}"
-                f" ({bits(n_ctx, floor):.2f} bits){cure}"
+                f" ({bits(n_ctx, floor):.2f} bits at these {n_ctx} tokens){cure}"
             )
         return taken(n_ctx, level, f"{room} at {n_ctx} tokens: {bits(n_ctx, level):.2f} bits")
     if level >= max(floor, ladder.of_bits(least_bits - 0.2)):
@@ -157,10 +178,10 @@ def fit(
             f"{room} hold no context at {least_bits:g} bits, where {n_least} tokens take"
             f" {words(ladder.cache(n_least, wanted))}: give more memory"
         )
-    would = f"would take {bits(n_ctx, level):.2f} bits" if level >= floor else f"does not fit at {LEAST_BITS:g} bits"
-    return Fit(
-        wanted, bits(n_short, wanted), n_short, f"{room} at {least_bits:g} bits: {n_short} tokens; -c {n_ctx} {would}"
-    )
+    longest = n_ctx if level >= floor else _longest(n_ctx, want, lambda n: ladder.cache(n, floor) <= budget)
+    note = f"{room}: {n_short} tokens at codes of {least_bits:g} bits ({bits(n_short, wanted):.2f} with their window)"
+    more = f"; up to -c {longest} with fewer bits" if longest > n_short else ""
+    return Fit(wanted, bits(n_short, wanted), n_short, note + more)
 
 
 def exact(facts: memory.Model, want: Context, chosen: Fit) -> int:
@@ -170,13 +191,22 @@ def exact(facts: memory.Model, want: Context, chosen: Fit) -> int:
     return memory.need(facts, plan, n_ctx, n_stream=want.n_stream, n_ubatch=want.n_ubatch).cache
 
 
-def refuse_too_few(facts: memory.Model, opts: str, words: str) -> None:
-    """BudgetError for bits that method auto cannot do with on these layers. words: what asked for them."""
+def refuse_too_few(facts: memory.Model, opts: str, words: str, pairs: str) -> None:
+    """BudgetError for bits that method auto cannot do with on these layers, counted as its cache counts them.
+    words: what asked for them; pairs: how pairs=none is written there.
+    """
     try:
-        memory.planner(METHOD, opts, facts.n_layer)(facts.full or facts.windowed, memory.STEP, 1)
+        memory.planner(METHOD, with_means(opts), facts.n_layer)(facts.full or facts.windowed, memory.STEP, 1)
     except MethodError as e:
         if "bits are not possible" in str(e):
-            raise BudgetError(f"{words}: {e}") from e
+            raise BudgetError(f"{words}: {e}".replace(PAIRS, pairs)) from e
+
+
+def beyond(facts: memory.Model, opts: str, bits: float) -> float:
+    """True bits of method auto's highest level, where `bits` are more than it can take; 0 where they are not."""
+    ladder = _Ladder(facts, opts, Context(0))
+    top = ladder.bits(ladder.highest(lambda level: ladder.bits(level) > 0))
+    return top if bits > top + _CLOSE else 0.0
 
 
 def words(n_bytes: int) -> str:

@@ -9,6 +9,7 @@ import pkgutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -92,14 +93,18 @@ def _command(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentPar
     return choices.get(name, parser)
 
 
+ONE_SIGNAL = 1.0  # seconds in which a second SIGTERM is the first one
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM: whatever ends in order at Ctrl-C does so at this too."""
 
 
 @contextmanager
 def termination() -> Iterator[None]:
-    """SIGTERM raises Terminated in the block, once: the next one ends the process as it always did. Where somebody else
-    handles it, and in other threads than the main one, nothing is changed.
+    """SIGTERM raises Terminated in the block, once: one that comes a second later ends the process as it always did.
+    timeout(1) sends two at once. Where somebody else handles it, and in other threads than the main one, nothing is
+    changed.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -109,7 +114,14 @@ def termination() -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        first = time.monotonic()
+
+        def again(number: int, frame: object) -> None:
+            if time.monotonic() - first >= ONE_SIGNAL:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGTERM)
+
+        signal.signal(signal.SIGTERM, again)
         raise Terminated
 
     signal.signal(signal.SIGTERM, stop)

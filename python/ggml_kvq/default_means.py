@@ -40,6 +40,15 @@ def path_of(model: str | os.PathLike[str]) -> Path:
     return _look_up(model)[0]
 
 
+def there(model: str | os.PathLike[str]) -> str | None:
+    """That file, if the model was measured."""
+    try:
+        path, why = _look_up(model)
+    except KvqError:
+        return None
+    return None if why else str(path)
+
+
 def _lacks_order(there: Path) -> bool:
     """Sorted keys without the order in which layers rise: an older version measured them."""
     fields = gguf_header.read(there).kvq()
@@ -70,6 +79,17 @@ class _Progress:
 
 
 @contextmanager
+def _told(say: Callable[[str], object], line: Line) -> Iterator[None]:
+    """A block that Ctrl-C or SIGTERM ends says what is left of it."""
+    try:
+        yield
+    except (KeyboardInterrupt, _Terminated):
+        line.end()
+        say("stopped: nothing was kept")
+        raise
+
+
+@contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """SIGTERM unwinds the block, so that its temporary files go with it; then it ends the process as it would have."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -77,6 +97,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         return
 
     def leave(_number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout(1) sends it twice
         raise _Terminated
 
     signal.signal(signal.SIGTERM, leave)
@@ -117,11 +138,13 @@ def ensure(
         name = os.path.basename(model)
         if why and there.is_file():
             say(f"{why.split(': make it again')[0]}: it is measured again")
-        say(f"first use of {name}: measuring its keys and values, once ({there})")
+        begin, times = (name, "again") if there.is_file() else (f"first use of {name}", "once")
+        say(f"{begin}: measuring its keys and values, {times} ({there})")
         text = TEXT.read_text(encoding="utf-8")
-        tick = _Progress(name, 5, line or Line(False))
+        line = line or Line(False)
+        tick = _Progress(name, 5, line)
         size: dict[str, Any] = {"n_threads": n_threads, "tick": tick}
-        with _ended_by_sigterm():
+        with _ended_by_sigterm(), _told(say, line):
             fitted = means.fit(model, text, n_sequences=1, length=LENGTH, sinks=SINKS, shorten=True, **size)
             fitted = halves.checked(model, fitted, text, **size)
             files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))

@@ -44,8 +44,8 @@ HELP = """\
                         default: the method named in the model's metadata, else llama.cpp's own cache
                         (env: KVQ_METHOD)
                         none: llama.cpp's own cache, whatever the model or the environment names
---kv-bits N             method auto with N true bits, as 2.5: of a context of 131072 tokens with everything included;
-                        a shorter one has codes as good, and its window besides
+--kv-bits N             method auto with N true bits, as 2.5. They count at 131072 tokens, everything included.
+                        A shorter context has the same codes; its f16 window takes more bits, which the load line states
 --kv-budget SIZE        method auto in SIZE bytes of cache, as 2G or 800M: the most bits at -c N, and without -c the
                         model's context, or the longest that still has --kv-bits (default 2.5)
 --kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
@@ -235,9 +235,13 @@ def _one_number(program: str, user: User, flags: Flags, model: str, opts: str) -
         bits = budget.bits(flags.bits, "--kv-bits") if flags.bits else None
         facts = memory.model(model) if os.path.isfile(model) else None
         if not flags.budget:
-            if facts:
-                budget.refuse_too_few(facts, ",".join(filter(None, (opts, f"bits={bits:g}"))), f"--kv-bits {bits:g}")
-            return _Number(f"bits={bits:g}", flags.rest)
+            if facts and bits:
+                asked = f"--kv-bits {bits:g}"
+                with_bits = ",".join(filter(None, (opts, f"bits={bits:g}")))
+                budget.refuse_too_few(facts, with_bits, asked, "write --kv-opt pairs=none")
+            top = budget.beyond(facts, opts, bits) if facts and bits else 0.0
+            end = f"auto ends at {top:.2g} bits; for more: --kv-method kivi --kv-opt bits=4, or --kv-method f16"
+            return _Number(f"bits={bits:g}", flags.rest, [end] if top else [])
         room = budget.size(flags.budget, "--kv-budget")
         if program == "llama-bench" or facts is None:
             raise LaunchError(f"--kv-budget {flags.budget} needs one model and one context: write --kv-bits here")

@@ -20,6 +20,7 @@ from .errors import KvqError, LibraryError
 from .progress import Line
 
 NAME = "libggml-musa-kvq.so"
+NEEDS = "start the program with -dev KVQ0 -fa on: without them its cache stays f16, and nothing says so"
 _LOOK = """
 import ctypes, json, sys
 base, ggml = ctypes.CDLL(sys.argv[2]), ctypes.CDLL(sys.argv[3])

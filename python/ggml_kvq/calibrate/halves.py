@@ -6,8 +6,11 @@ say that keys may be split, a text is read with both kinds of keys of the same c
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from . import capture, files, ladder
 from .means import Means
 
 LENGTH, BATCH, SINKS = 1024, 128, 4  # tokens that are read, so many at once: rows of a batch see each other exactly
+PREFIX = "kvq-halves-"  # of a folder while keys are compared
 SCORED = 128  # predictions that count, of the second half
 RUNGS = {"": 2, "k": 1, "v": 1}  # by side: keys of 2|2, 0|4 and 1|3 bits, values of 2 (reference/auto.py)
 
@@ -33,17 +37,19 @@ def checked(
     text: str,
     n_threads: int | None = None,
     tick: capture.Tick | None = None,
+    folder: Path | None = None,
 ) -> Means:
     """`fitted`, whose keys are to be split, by speed or sorted, only where that diverges less from the f16 cache than
     whole keys of the same code bits. A text that is too short to tell, and a model that method auto refuses, leave them
     whole.
 
-    Halves by speed may lose a twentieth more than sorted ones: they have one scale less.
+    Halves by speed may lose a twentieth more than sorted ones: they have one scale less. folder: of the caller, for a
+    file while this runs.
     """
     if fitted.pairs == "none":
         return fitted
     try:
-        fitted.losses = losses(path, fitted, text, n_threads, tick)
+        fitted.losses = losses(path, fitted, text, n_threads, tick, folder)
     except KvqError:
         fitted.losses = {}
     good = {pairs: x * (0.95 if pairs == fitted.pairs else 1.0) for pairs, x in fitted.losses.items() if np.isfinite(x)}
@@ -57,14 +63,15 @@ def losses(
     text: str,
     n_threads: int | None = None,
     tick: capture.Tick | None = None,
+    folder: Path | None = None,
 ) -> dict[str, float]:
     """Mean KL divergence from the f16 cache, nats, with whole keys ("none"), with halves by speed (fitted.pairs) and,
     where an order is known, sorted. KvqError for a text of fewer than LENGTH tokens and for a model that method auto
     refuses.
     """
     layers, found = len(fitted.mean), {}
-    with tempfile.TemporaryDirectory(prefix="kvq-halves-") as folder:
-        sidecar = Path(folder) / "means.kvq.gguf"
+    with _scratch() if folder is None else contextlib.nullcontext(folder) as inside:
+        sidecar = inside / "means.kvq.gguf"
         data = files.arrays(replace(fitted, pairs="sorted"))  # with the order, if there is one
         files.write_sidecar(sidecar, files.fields(path, fitted, SINKS), data)
         with _open(path, "upstream", {}, None, n_threads) as model:
@@ -78,6 +85,18 @@ def losses(
             with _open(path, "auto", opts, sidecar, n_threads) as model:
                 found[pairs] = divergence(exact, _logits(model, ids, tick))
     return found
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder of this process. Those that killed processes left are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        pid = old.name.removeprefix(PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and not os.path.exists(f"/proc/{pid}") and old.stat().st_uid == os.getuid():
+                shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder:
+        yield Path(folder)
 
 
 def divergence(exact: Logits, other: Logits) -> float:

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def fit(
         with contextlib.suppress(OSError):  # it goes when there is nothing in it
             work.rmdir()
         raise
-    fitted = halves.checked(path, fitted, text, n_threads)
+    fitted = _chosen_once(work, [*capture.stamp(path), seen, n_windows, length], path, fitted, text, n_threads)
     sidecar = work / "means.kvq.gguf"
     files.write_sidecar(sidecar, files.fields(path, fitted, 4), files.arrays(fitted))
     protocol = perplexity.Protocol(length, min(UBATCH, length // 8), 0, n_windows)
@@ -100,19 +100,20 @@ def fit(
     rungs = ladder.of(fitted.pairs)
     risers = rungs.risers(n_layer)
     n_runs = 1 + sum(len(MEASURED[side]) for _, side in risers) + len(SHOWN)
+    before, rest = len(bench.done), max(0, n_runs - len(bench.done))
     say(
-        f"tuning: {n_runs} runs over {n_windows} x {length} tokens, about {_span(n_runs * base_seconds)} on this"
-        f" machine ({len(bench.done)} done before)"
+        f"tuning: {n_runs} runs over {n_windows} x {length} tokens ({before} done before), about"
+        f" {progress.span(rest * base_seconds)} on this machine"
     )
     line = progress.Line(True)
     least = bench.divergence(rungs.standing(n_layer, {}))
     damage: dict[Riser, list[float]] = {}
-    begun = time.monotonic()
     for i, riser in enumerate(risers):
         found = {r: bench.divergence(rungs.standing(n_layer, {riser: r})) - least for r in MEASURED[riser[1]]}
         damage[riser] = interpolate(found, rungs.bits[riser[1]])
-        left = (time.monotonic() - begun) / (i + 1) * (len(risers) - i - 1)
-        line(f"tuning: {i + 1}/{len(risers)}, {_span(left)} left")
+        each = bench.seconds / bench.n_runs if bench.n_runs else base_seconds  # those of this start alone
+        left = progress.span(max(0, n_runs - len(bench.done)) * each)
+        line(f"tuning: {i + 1}/{len(risers)}, about {left} left")
     line.end()
     order = rungs.text(ladder.climb(damage, rungs))
     frontier = list(_frontier(bench, order, fitted.pairs))
@@ -120,14 +121,21 @@ def fit(
     return out
 
 
-def _span(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+def _chosen_once(
+    work: Path, key: list[Any], path: str | os.PathLike[str], fitted: means.Means, text: str, n_threads: int | None
+) -> means.Means:
+    """halves.checked(), once in `work`: where two kinds of halves are about equal, another number of threads chooses
+    the other one, and what was measured with the first would be lost.
+    """
+    store = work / "halves.json"
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        saved = json.loads(store.read_text())
+        if saved["key"] == json.loads(json.dumps(key)):
+            return replace(fitted, pairs=str(saved["pairs"]))
+    fitted = halves.checked(path, fitted, text, n_threads, folder=work)
+    with whole_files.whole(store) as partial:
+        partial.write_text(json.dumps({"key": key, "pairs": fitted.pairs}))
+    return fitted
 
 
 class _Bench:
@@ -151,6 +159,7 @@ class _Bench:
         if not self.done:
             (work / "f16.base").unlink(missing_ok=True)  # it may be another model's
         self.base: perplexity.BaseFile | None = None
+        self.n_runs, self.seconds = 0, 0.0  # of this process
 
     def open(self, method: str, opts: dict[str, Any]) -> Model:
         n, ub = self.protocol.n_ctx, self.protocol.n_ubatch
@@ -178,8 +187,10 @@ class _Bench:
         name = json.dumps(opts, sort_keys=True)
         if name not in self.done:
             assert self.base is not None
+            started = time.monotonic()
             with self.open("auto", opts) as model:
                 self.done[name] = float(perplexity.divergence(model, self.base).summary()["kld_mean"])
+            self.n_runs, self.seconds = self.n_runs + 1, self.seconds + time.monotonic() - started
             with whole_files.whole(self.store) as partial:
                 partial.write_text(json.dumps({"key": self.key, "done": self.done}))
         return self.done[name]
@@ -187,7 +198,7 @@ class _Bench:
 
 def remove(folder: Path) -> None:
     """What fit() keeps in `folder`, when the sidecar is written; and the folder when nothing else lies there."""
-    for name in ("tune.json", "means.kvq.gguf", "means.npz", "f16.base"):
+    for name in ("tune.json", "halves.json", "means.kvq.gguf", "means.npz", "f16.base"):
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()

@@ -189,11 +189,11 @@ def next_commands(args: argparse.Namespace, model: Path, out: Path) -> str:
     """What to do with the data: run, measure, put into the model. A sidecar in its default place is found by itself."""
     found = out == Path(sidecars.default_path(model))
     config = "" if found else f" --kv-config {shlex.quote(str(out))}"
-    m, text = shlex.quote(str(model)), shlex.quote(args.file or "TEXT")
+    m, other = shlex.quote(str(model)), "  # a text that was not calibrated on" if args.file else ""
     whole = shlex.quote(str(model.with_name(f"{model.stem}-{args.method}.gguf")))
     return (
         f"next: llama-cli -m {m} --kv-method {args.method}{config}\n"
-        f"      ggml-kvq eval -m {m} --cache {shlex.quote(f'{args.method}@{out}')} -f {text}\n"
+        f"      ggml-kvq eval -m {m} --cache {shlex.quote(f'{args.method}@{out}')} -f ANOTHER.txt{other}\n"
         f"      ggml-kvq embed {m} {shlex.quote(str(out))} {whole}"
     )
 

@@ -121,7 +121,7 @@ def print_stored(stored: Any, n_ctx: int) -> None:
 
 def print_frontier(frontier: Any, text: str) -> None:
     print(f"\nmethod auto, tuned on {text}: divergence from f16, nats a token\n")
-    print("true bits  " + " ".join(f"{bits:>7.2f}" for bits, _ in frontier) + "   window and tables not counted")
+    print("bits       " + " ".join(f"{bits:>7.2f}" for bits, _ in frontier) + "   at 131072 tokens")
     print("divergence " + " ".join(f"{kld:>7.4f}" for _, kld in frontier) + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 HELP = "use the library in a program with a llama.cpp of its own: two lines of environment, or a file beside it"
@@ -41,4 +42,5 @@ def run(args: argparse.Namespace) -> int:
     else:
         methods.check(args.method, "")
         print("\n".join(plugin.environment(args.method)))
+        print(f"# {plugin.NEEDS}", file=sys.stderr)
     return 0

@@ -63,14 +63,15 @@ def run(args: argparse.Namespace) -> int:
         )
         files.write_sidecar(out, tune.fields(model, tuned), files.arrays(tuned.means))
         tune.remove(folder)
-    print(f"{'true bits':>10} {'divergence from f16, nats a token':>35}   window not counted")
+    print(f"{'bits at 131072 tokens':>21} {'divergence from f16, nats a token':>35}")
     for bits, _, kld in tuned.frontier:
-        print(f"{bits:>10.2f} {kld:>35.4f}")
+        print(f"{bits:>21.2f} {kld:>35.4f}")
     print(f"{out}: {tuned.n_tokens} tokens, {tuned.seconds:.0f} s, peak memory {tuned.means.peak_mib:.0f} MiB")
     m = shlex.quote(str(model))
     config = "" if str(out) == sidecars.default_path(model) else f" --kv-config {shlex.quote(str(out))}"
     print(
         f"next: llama-cli -m {m} --kv-bits 2.5{config}\n"
-        f"      ggml-kvq eval -m {m} --cache {shlex.quote(f'auto:bits=2.5@{out}')} -f {shlex.quote(args.file)}"
+        f"      ggml-kvq eval -m {m} --cache {shlex.quote(f'auto:bits=2.5@{out}')} -f ANOTHER.txt"
+        "  # a text that was not tuned on"
     )
     return 0

@@ -6,12 +6,13 @@ import argparse
 import hashlib
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import files, gguf_header, hub, kvstats, progress
+from .. import budget, default_means, files, gguf_header, hub, kvstats, memory, methods, progress, resolver
 from ..errors import KvqError, LibraryError
 from . import documents, drift, perplexity, results, retrieval, specs, tasks
 
@@ -37,6 +38,7 @@ class Evaluation:
         self.reference = next(c for c in self.caches if c.is_reference)
         self.header = gguf_header.read(self.model_path, tensors=True)
         self.header.check_whole()
+        self.check_bits()
         self.tasks = [task for task in args.tasks.split(",") if task]
         for task in self.tasks:
             if task not in tasks.TASKS:
@@ -55,6 +57,16 @@ class Evaluation:
         self.results = results.ResultFile(args.output)
         self.rows: list[results.Row] = []
         self.n_reused = 0
+
+    def check_bits(self) -> None:
+        """BudgetError for a number of bits that this model cannot do with."""
+        facts = memory.facts(self.header)
+        for cache in self.caches if facts else []:
+            if cache.method == budget.METHOD and cache.config != resolver.OFF and facts:
+                data = cache.config_file or default_means.there(self.model_path) or resolver.OFF
+                options, _ = resolver.planned(methods.library, cache.method, cache.options, data, self.header)
+                words = f"cache {cache.text!r}"
+                budget.refuse_too_few(facts, options, words, f"write {cache.spec.partition('@')[0]},pairs=none")
 
     # ------------------------------------------------------------ shared parts
 
@@ -220,7 +232,7 @@ class Evaluation:
                     if a.base and path.exists():
                         raise KvqError(f"{path} holds another text, window or model; remove it or give another --base")
                     with progress.Bar("f16 base", len(windows), a.quiet) as bar:
-                        base.write(model, bar)
+                        base.write(model, self.estimating(base, sum(self.results.get(k) is None for _, k in keys), bar))
         for cache, key in keys:
 
             def work(model: Any, bar: Any) -> results.Row:
@@ -233,6 +245,27 @@ class Evaluation:
             self.warn(self.rows[-1])
         if base is not None and not a.base:
             base.path.unlink(missing_ok=True)
+
+    def estimating(self, base: perplexity.BaseFile, n_caches: int, bar: progress.Bar) -> Callable[[int], None]:
+        """`bar`, and before it a line: what the file of f16 distributions takes, and how long it will be, as the first
+        window tells.
+        """
+        n, started, told = len(base.windows), time.monotonic(), [self.args.quiet]
+        if not told[0]:
+            print(
+                f"ggml-kvq eval: {n} windows of {base.protocol.n_ctx} tokens, {n_caches} caches. Distributions of f16"
+                f" take {budget.words(base.n_bytes())} in {base.path} until the end; --chunks N reads fewer windows",
+                file=sys.stderr,
+            )
+
+        def step(count: int) -> None:
+            if not told[0]:
+                told[0] = True
+                all_of_it = (time.monotonic() - started) * n * (1 + n_caches)
+                print(f"ggml-kvq eval: about {progress.span(all_of_it)} on this machine", file=sys.stderr)
+            bar(count)
+
+        return step
 
     def cells(self) -> Iterator[tuple[specs.CacheSpec, int, str, results.Row]]:
         """(cache, tokens, task, key) of every cell of the retrieval tasks."""
