@@ -67,6 +67,10 @@ kvq_layout kvq_layout_here = { KVQ_GGML_VERSION, GGML_BACKEND_API_VERSION,
 
 std::string kvq_known_versions(void) { return std::string(rows[0].version) + " to " + rows[N - 1].version; }
 
+std::string kvq_known_cuda_versions(void) {
+    return std::string(std::begin(cuda_rows)->version) + " to " + (std::end(cuda_rows) - 1)->version;
+}
+
 bool kvq_choose_layout(const char * version, int api, std::string & err) {
     const number here(version);
     const auto refused = [&](const std::string & why) {

@@ -28,6 +28,7 @@ bool kvq_choose_layout(const char * version, int api, std::string & err);
 int kvq_other_api(int api); // the next known API number, around to the first
 // Oldest and newest version of layouts.inc, which are those of cuda_layouts.inc.
 std::string kvq_known_versions(void);
+std::string kvq_known_cuda_versions(void); // whose private context of ggml-cuda is known
 
 // A buffer type of ours, in the layout of the process.
 struct kvq_own_buft {

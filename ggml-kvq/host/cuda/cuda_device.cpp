@@ -191,7 +191,7 @@ int kvq_cuda_init(ggml_backend_reg * reg) {
     const size_t n = cuda_reg ? ggml_backend_reg_dev_count(cuda_reg) : 0;
     if (n && !kvq_layout_here.cuda_graphs) { // cuda_stream.cu
         kvq_report_note("the private context of ggml-cuda " + kvq_layout_here.version + " is not known (those of " +
-            kvq_known_versions() + " are, where their neighbours agree): the cache stays on the CPU");
+            kvq_known_cuda_versions() + " are): the cache stays on the CPU");
         return 0;
     }
     for (size_t j = 0; j < (kvq_draft_asked() ? 2 * n : n); j++) { // KVQ<i>, then KVQD<i>
