@@ -55,12 +55,16 @@ def of(pairs: str) -> Ladder:
 VALUES = 3.0
 
 
-def estimated(logit_errors: Mapping[int, Sequence[float]]) -> dict[Riser, list[float]]:
-    """Damage of sorted keys and of values before anything is tried. logit_errors: by layer, of keys on each rung."""
+def estimated(
+    logit_errors: Mapping[int, Sequence[float]], left: Mapping[int, float] | None = None
+) -> dict[Riser, list[float]]:
+    """Damage of sorted keys and of values before anything is tried. logit_errors: by layer, of keys on each rung. left:
+    by layer, the share of values' energy that blocks hold; None: all.
+    """
     out: dict[Riser, list[float]] = {}
     for il in spread(len(logit_errors)):  # of equals, layers that are far apart rise first
         out[il, "k"] = list(logit_errors[il])
-        out[il, "v"] = [VALUES * ERRORS[bits] for bits in SORTED_VALUES]
+        out[il, "v"] = [VALUES * ERRORS[bits] * (left[il] if left else 1.0) for bits in SORTED_VALUES]
     return out
 
 
