@@ -21,7 +21,7 @@ from ggml_kvq import Model, default_means, launcher, loader, native, resolver
 from ggml_kvq.calibrate import capture, files, predictors, weights
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.evaluate import specs
-from ggml_kvq.reference import auto
+from ggml_kvq.reference import METHODS, LayerShape, auto
 from ggml_kvq.resolver import BY_ARGUMENTS, Request
 from test_aqua import TEXT
 from test_first_use import MEASURED, alone, load_lines
@@ -278,24 +278,37 @@ def test_the_order_of_layers_is_that_of_what_is_left() -> None:
 
 @pytest.mark.parametrize("pattern", list(PATTERNS))
 def test_a_layer_is_predicted_from_the_one_before_in_its_cache(
-    demo_model: Path, tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
+    lib: CDLL, demo_model: Path, tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers with a window forget cells that the others keep."""
+    """Layers with a window forget cells that the others keep. Those others are too few to pay for rows that they share:
+    of 3 layers of Gemma 3 270M, 2.4 bits took 5.3.
+    """
     monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(default_means, "LENGTH", 256)
     model = gemma3(demo_model, tmp_path / "m.gguf", PATTERNS[pattern])
     opts: dict[str, Any] = {"n_ctx": 1024, "n_ubatch": 64, "n_threads": 2, "swa_full": False}
     with Model(model, kv_bits=6, kv_opts="predictors=on", **opts) as m:
-        alone_in_its_cache = pattern == "none"
-        assert m.load_line.count("predictor full") == 2 - alone_in_its_cache and MEASURED in m.load_line
+        assert m.load_line.count("predictor full") == 1 and MEASURED in m.load_line
         list(m.feed(m.tokenize(TEXT)[:900]))
         assert all(c["n_sealed"] for c in m.kv_stats()["caches"])
     with capture.open_model(model, 64, 1) as m:
         groups = capture.groups(m, capture.layers(model))
-    meta, _ = files.read_sidecar(own(model))
-    before = {b: a for group in groups for a, b in itertools.pairwise(group)}
+    meta, data = files.read_sidecar(own(model))
+    few, many = sorted(groups, key=len)
+    before = {b: a for a, b in itertools.pairwise(many)}
     assert len(groups) == 2 and all(meta.get(f"kvq.aqua.blk.{b}.prev") == a for b, a in before.items())
-    assert sum(name.endswith(".prev") for name in meta) == len(before)
+    assert (
+        sum(name.endswith(".prev") for name in meta) == sum(name.endswith("k.weight") for name in data) == len(before)
+    )
+    assert meta["kvq.auto.alone"] == ".".join(map(str, few))
+    assert all(f"kvq.aqua.blk.{il}.k.order" in data for il in few)
+    data_set = {"means": "on", "pairs": "sorted", "predictors": "on", "alone": meta["kvq.auto.alone"]}
+    text = ",".join(f"{key}={value}" for key, value in data_set.items())
+    shapes = capture.layers(model)
+    got = native.plan(lib, "auto", f"bits=6,{text}", [shapes[il] for il in few], 131072, n_layer_model=7)
+    assert got["bits"] <= 6
+    plans = METHODS["auto"](**data_set).plans([LayerShape(*s) for s in shapes])
+    assert [il for il, p in enumerate(plans) if not p.chain] == few and plans[few[0]].sort
 
 
 # ------------------------------------------------------------------ the text

@@ -48,6 +48,8 @@ static const kvq_option_info options[] = {
         "AQUA-KV section 3.1" },
     { "predictors", "off|on", "off",
         "on: predictor=auto, and where no data hold predictors the model's first use fits them", "ggml-kvq" },
+    { "alone", "text", "none", "layers that are not predicted, as 5.11.17: those of a cache of too few layers",
+        "ggml-kvq" },
     { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: as calibrated", "AQUA-KV section 4" },
     KVQ_OPTION_WINDOW("64", "AQUA-KV section 4"),
     { "sinks", "int", "4", "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },
@@ -175,6 +177,12 @@ static void settle_predictor(kvq_options & o, const std::string & made_for) {
     }
 }
 
+// Layers of a cache share the rows that predictions are made from: 16 bits a key and value of one layer. Where they are
+// few this is more than predictions save.
+static bool stands_alone(const kvq_options & o, int number) {
+    return ("." + o.str("alone") + ".").find("." + std::to_string(number) + ".") != std::string::npos;
+}
+
 static kvq_status plan(
     const kvq_options & asked_for, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
     kvq_options given = asked_for;
@@ -183,6 +191,7 @@ static kvq_status plan(
         err = "option predictors=on cannot go with predictor=none: leave one of them out";
         return KVQ_ERR_OPTION;
     }
+    const bool predicted = predicts(given) && !stands_alone(given, c.number);
     const double bits = given.real("bits");
     if (bits != 0 && (bits < 0.5 || bits > 16.0)) {
         err = "option bits=" + given.str("bits") + " is not 0 or within 0.5..16";
@@ -217,7 +226,7 @@ static kvq_status plan(
         return std::min((int) std::count(order.begin(), end, what), n_rises(given, what));
     };
     const bool halves = splits(given) && c.shape.head_size_k % 16 == 0;
-    const rung at = predicts(given) && !c.prev // nothing predicts it: AQUA-KV section 4
+    const rung at = predicted && !c.prev // nothing predicts it: AQUA-KV section 4
         ? rung{ 4, 4, 4 }
         : sorts(given) ? sorted_rung(risen(2 * c.number), risen(2 * c.number + 1))
                        : (splits(given) ? split_rungs : whole_rungs)[risen(c.number)];
@@ -247,21 +256,21 @@ static kvq_status plan(
     o.values["v_bits"] = std::to_string(at.v);
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
     // sorted keys lie in their order already, strong pairs where slow ones are
-    const bool sorted = sorts(given) && halves && !(predicts(given) && !c.prev);
+    const bool sorted = sorts(given) && halves && !(predicted && !c.prev);
     if (status == KVQ_OK && halves && (at.fast != at.slow || sorted)) {
         out.k.split = given.is("pairs", "neox") && !sorts(given) ? KVQ_SPLIT_NEOX : KVQ_SPLIT_NORM;
         out.k.fast_bits = at.fast;
     }
     if (status != KVQ_OK || !means) { return status; }
     out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "sort", sorted }, { "counts_shared", !c.prev } });
-    if (!predicts(given)) { return KVQ_OK; }
-    const kvq_status predicted = kvq_plan_predictor(given, c, out, err);
-    const size_t cure = predicted == KVQ_OK ? std::string::npos : err.find("predictor=bias"); // of aqua
+    if (!predicted) { return KVQ_OK; }
+    const kvq_status chained = kvq_plan_predictor(given, c, out, err);
+    const size_t cure = chained == KVQ_OK ? std::string::npos : err.find("predictor=bias"); // of aqua
     if (cure != std::string::npos) {
         err.replace(
             cure, strlen("predictor=bias"), asked_for.is("predictor", "none") ? "predictors=off" : "predictor=none");
     }
-    return predicted;
+    return chained;
 }
 
 static kvq_data data(const kvq_options & o) {

@@ -36,6 +36,7 @@ CHUNK = 8192  # rows in memory
 RIDGE = 1e-3  # of the mean diagonal of x x^T, as the paper's code has it
 RIDGES = (RIDGE, 1e-2, 1e-1)  # those that are tried where there are few tokens
 PAYS = 0.02  # least share of the variance that a predictor of few tokens has to explain, on rows held out
+LEAST_LAYERS = 8  # of a cache, beside a larger one: fewer do not pay for the rows that they share (methods/auto.cpp)
 CAPTURING = 0.6  # of the time, as far as progress is told: running the model
 SIZES = (8, 16, 32)  # numbers of sequences at which the gain is measured beside the whole
 
@@ -83,14 +84,15 @@ class Layer:
 
 @dataclass
 class Fit:
-    """pairs: which channels of a key turn together, norm or neox; none: keys stay whole. groups: layers by cache. few:
-    as fit() has it.
+    """pairs: which channels of a key turn together, norm or neox; none: keys stay whole. groups: layers by cache; alone:
+    those of caches in which nothing is predicted. few: as fit() has it.
     """
 
     layers: dict[int, Layer] = field(default_factory=dict)
     predictor: str = "full"
     pairs: str = "none"
     groups: list[list[int]] = field(default_factory=list)
+    alone: list[int] = field(default_factory=list)
     format: str = "f16"
     few: bool = False
     n_tokens: int = 0
@@ -249,7 +251,7 @@ def fit(
     continued. One sequence in eight is held out to measure explained variance. progress: True: a line on stderr; else
     told what is done and which share of the work. few: there are only a few thousand tokens; the last quarter of the
     sequences is held out to choose how much each predictor is damped, and whether it pays at all; then all sequences
-    count. Raises KvqError for layers of unequal width or too little text.
+    count, and a cache of fewer than LEAST_LAYERS layers beside a larger one has none. Raises KvqError for layers of unequal width or too little text.
     """
     bits = bits or Bits()
     started = time.monotonic()
@@ -290,18 +292,18 @@ def fit(
     work = _Work(store, total, per, n_sequences, bits, form, n_threads, bar, sum(len(g) for g in groups), few)
     work.pairs, work.queries = _load_queries(place)
     out.pairs, out.groups = work.pairs, groups
+    most = max(len(group) for group in groups)
+    out.alone = [il for g in groups if few and len(g) < min(LEAST_LAYERS, most) for il in g]
     for group in groups:
         for ordinal, il in enumerate(group):
             saved = place / f"layer.{il}.npz"
-            out.layers[il] = (
-                _load(saved)
-                if saved.is_file()
-                else work.layer(shapes[il], ordinal, group[ordinal - 1] if ordinal else -1, predictor)
-            )
+            before = group[ordinal - 1] if ordinal else -1
+            how = (0, -1, "none") if il in out.alone else (ordinal, before, predictor)
+            out.layers[il] = _load(saved) if saved.is_file() else work.layer(shapes[il], *how)
             if not saved.is_file():
                 _save(saved, out.layers[il])
             if ordinal:
-                store.drop(*(f"{v}.{group[ordinal - 1]}.rec" for v in "kv"))
+                store.drop(*(f"{v}.{before}.rec" for v in "kv"))
             store.drop(f"k.{il}", f"v.{il}")
             work.done += 1
     line.end()

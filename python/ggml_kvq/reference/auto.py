@@ -82,6 +82,7 @@ class Auto(LatticeMethod):
         "means": "auto",
         "predictor": "none",
         "predictors": "off",
+        "alone": "none",
         "weights": "auto",
         "window": 64,
         **{key: value for key, value in LATTICE_OPTIONS.items() if key != "grid"},
@@ -99,8 +100,8 @@ class Auto(LatticeMethod):
         predictor = {"none": "full" if self.o["predictors"] == "on" else "none", "auto": "full"}.get(
             self.o["predictor"], self.o["predictor"]
         )
-        predicts = predictor != "none"
-        sorts = splits and (predicts or self.o["pairs"] == "sorted")
+        sorts = splits and (predictor != "none" or self.o["pairs"] == "sorted")
+        predicts = predictor != "none" and str(ordinal) not in self.o["alone"].split(".")
         if predicts and prev is None:  # nothing predicts it: AQUA-KV section 4
             self.rung = (4, 4, 4)
         elif sorts:
