@@ -166,15 +166,13 @@ def test_without_a_file_they_are_refused_and_the_cure_is_named(demo_model: Path)
 def test_what_cannot_be_fitted_is_said(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path / "cache"))
 
-    def unequal(*_: object, **__: object) -> None:
-        raise KvqError("layers 1 and 2 have KV rows of unequal width")
-
-    monkeypatch.setattr(predictors, "fit", unequal)
-    with pytest.raises(MethodError, match=r"predictors=on.*layers 1 and 2"):
+    real = capture.layers
+    monkeypatch.setattr(capture, "layers", lambda path: [(il, 2 + (il == 2), k, v) for il, _, k, v in real(path)])
+    with pytest.raises(MethodError, match=r"predictors=on.*layers 1 and 2.*; leave predictors=on out$"):
         Model(demo_model, kv_bits=3.5, kv_opts="predictors=on", n_ctx=256, n_threads=1)
     with pytest.raises(KvqError, match=r"predictors=on.*layers 1 and 2"):
         launcher.command("llama-cli", ["-m", str(demo_model), "--kv-bits", "3.5", "--kv-opt", "predictors=on"], {})
-    assert not list((tmp_path / "cache").rglob("*.*"))
+    assert [p.name for p in (tmp_path / "cache").rglob("*")] == ["means"]
 
 
 def test_a_gpu_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

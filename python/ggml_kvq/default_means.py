@@ -31,6 +31,10 @@ SINKS = 4
 TEXT = Path(__file__).with_name("data") / "means.txt"
 MORE = TEXT.with_name("predictors.txt")  # read after TEXT where predictors are fitted
 SEQUENCES = 8  # of LENGTH tokens, for predictors; of fewer where the texts make fewer
+CURES = {  # of `ggml-kvq calibrate`, and what they are here
+    "use --predictor bias": "leave predictors=on out",
+    "lower --sequences or give --work another folder": "make room, or set KVQ_CACHE_DIR to another folder",
+}
 ASKED = "predictors are asked for (predictors=on), and they cannot be fitted here:"
 
 
@@ -137,7 +141,10 @@ def ensure(
         with _ended_by_sigterm():
             (_fit_predictors if predictors else _measure)(model, there, n_threads, line or Line(False))
     except (KvqError, OSError) as e:
-        return None, str(e)
+        why = str(e)
+        for flags, cure in CURES.items():
+            why = why.replace(flags, cure)
+        return None, why
     return str(there), ""
 
 

@@ -53,18 +53,20 @@ def of(pairs: str) -> Ladder:
 #: What a square error of values, as a share of their energy, costs beside one of logits. Of 0.5, 1.5, 3 and 6 the one
 #: of least divergence at 1.75 and 2.25 bits, on three pretrained models.
 VALUES = 3.0
+#: The same where predictors are taken off. Of 0.5, 1, 1.5 and 3 the one of least divergence on two pretrained models.
+VALUES_LEFT = 1.0
 
 
 def estimated(
     logit_errors: Mapping[int, Sequence[float]], left: Mapping[int, float] | None = None
 ) -> dict[Riser, list[float]]:
     """Damage of sorted keys and of values before anything is tried. logit_errors: by layer, of keys on each rung. left:
-    by layer, the share of values' energy that blocks hold; None: all.
+    by layer, the share of values' energy that predictors leave; None: nothing is predicted.
     """
     out: dict[Riser, list[float]] = {}
     for il in spread(len(logit_errors)):  # of equals, layers that are far apart rise first
         out[il, "k"] = list(logit_errors[il])
-        out[il, "v"] = [VALUES * ERRORS[bits] * (left[il] if left else 1.0) for bits in SORTED_VALUES]
+        out[il, "v"] = [(VALUES_LEFT * left[il] if left else VALUES) * ERRORS[bits] for bits in SORTED_VALUES]
     return out
 
 

@@ -84,8 +84,8 @@ class Layer:
 
 @dataclass
 class Fit:
-    """pairs: which channels of a key turn together, norm or neox; none: keys stay whole. groups: layers by cache; alone:
-    those of caches in which nothing is predicted. few: as fit() has it.
+    """pairs: which channels of a key turn together, norm or neox; none: keys stay whole. groups: layers by cache;
+    alone: those of caches in which nothing is predicted. few: as fit() has it.
     """
 
     layers: dict[int, Layer] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Fit:
         if self.pairs != "sorted" or not all(x.errors for x in self.layers.values()):
             return "none"
         rungs, number = ladder.of("sorted"), {il: i for i, il in enumerate(sorted(self.layers))}
-        left = {i: 1.0 - self.layers[il].explained[1] * self.few for il, i in number.items()}
+        left = {i: 1.0 - self.layers[il].explained[1] for il, i in number.items()} if self.few else None
         damage = ladder.estimated({i: self.layers[il].errors for il, i in number.items()}, left)
         return rungs.text(ladder.climb_evenly(damage, rungs, [{number[il] for il in g} for g in self.groups]))
 
@@ -251,7 +251,8 @@ def fit(
     continued. One sequence in eight is held out to measure explained variance. progress: True: a line on stderr; else
     told what is done and which share of the work. few: there are only a few thousand tokens; the last quarter of the
     sequences is held out to choose how much each predictor is damped, and whether it pays at all; then all sequences
-    count, and a cache of fewer than LEAST_LAYERS layers beside a larger one has none. Raises KvqError for layers of unequal width or too little text.
+    count, and a cache of fewer than LEAST_LAYERS layers beside a larger one has none. Raises KvqError for
+    layers of unequal width or too little text.
     """
     bits = bits or Bits()
     started = time.monotonic()
