@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ggml_kvq import Model, default_means, launcher, loader, native, resolver
-from ggml_kvq.calibrate import capture, files, predictors, weights
+from ggml_kvq.calibrate import capture, files, ladder, predictors, weights
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.evaluate import specs
 from ggml_kvq.reference import METHODS, LayerShape, auto
@@ -268,6 +268,11 @@ def test_the_order_of_layers_is_that_of_what_is_left() -> None:
     once = [x for x in fit.climb().split(".") if x.endswith("v")]
     first = list(dict.fromkeys(once))
     assert first == ["0v", "2v", "3v", "1v"]
+    fit.groups, fit.alone = [[0, 2, 3], [1]], [1]
+    assert fit.climb().split(".").index("1k") < fit.climb().split(".").index("0v")  # 6 bits ahead
+    fit.groups, fit.alone = [[0, 1, 2, 3]], []
+    damage = ladder.estimated({0: [1.0], 1: [1.0]}, {1: 0.5})
+    assert damage[0, "v"][1] / damage[1, "v"][1] == 2 * ladder.VALUES / ladder.VALUES_LEFT  # layer 0 stands alone
     fit.few = False
     assert list(dict.fromkeys(x for x in fit.climb().split(".") if x.endswith("v"))) == [
         f"{il}v" for il in auto.spread(4)

@@ -37,6 +37,7 @@ RIDGE = 1e-3  # of the mean diagonal of x x^T, as the paper's code has it
 RIDGES = (RIDGE, 1e-2, 1e-1)  # those that are tried where there are few tokens
 PAYS = 0.02  # least share of the variance that a predictor of few tokens has to explain, on rows held out
 LEAST_LAYERS = 8  # of a cache, beside a larger one: fewer do not pay for the rows that they share (methods/auto.cpp)
+SHARED = 18  # bits of a key and a value that predicted layers share: 8-bit rows, and more bits of the first, at least 2
 CAPTURING = 0.6  # of the time, as far as progress is told: running the model
 SIZES = (8, 16, 32)  # numbers of sequences at which the gain is measured beside the whole
 
@@ -109,9 +110,13 @@ class Fit:
         if self.pairs != "sorted" or not all(x.errors for x in self.layers.values()):
             return "none"
         rungs, number = ladder.of("sorted"), {il: i for i, il in enumerate(sorted(self.layers))}
-        left = {i: 1.0 - self.layers[il].explained[1] for il, i in number.items()} if self.few else None
+        predicted = set(self.layers) - set(self.alone) if self.few else set()
+        left = {number[il]: 1.0 - self.layers[il].explained[1] for il in predicted}
         damage = ladder.estimated({i: self.layers[il].errors for il, i in number.items()}, left)
-        return rungs.text(ladder.climb_evenly(damage, rungs, [{number[il] for il in g} for g in self.groups]))
+        # bits are counted over all layers: what the predicted ones share is in them, and others may have as much
+        ahead = [SHARED / max(len(predicted), 1) if set(g) <= set(self.alone) else 0.0 for g in self.groups]
+        groups = [{number[il] for il in g} for g in self.groups]
+        return rungs.text(ladder.climb_evenly(damage, rungs, groups, ahead))
 
 
 @dataclass(frozen=True)
