@@ -183,7 +183,7 @@ def test_a_launcher_measures_what_its_router_may_load(
 ) -> None:
     seen: list[tuple[str, int | None]] = []
 
-    def ensure(model: str, _say: object, n_threads: int | None, _line: object) -> tuple[str, str]:
+    def ensure(model: str, _say: object, n_threads: int | None, _line: object, **_: object) -> tuple[str, str]:
         seen.append((model, n_threads))
         return "x", ""
 

@@ -57,6 +57,7 @@ NAME_AN_ENGINE = {
 PYTHON_EXCEPTIONS = {
     ("default_means", "calibrate.means"): "a model that goes better with means is opened once without, to measure them",
     ("default_means", "calibrate.halves"): "and with both kinds of keys, to see which lose less",
+    ("default_means", "calibrate.capture"): "its rows are read, where predictors are fitted",
     ("default_means", "calibrate.files"): "and they are written as a sidecar",
     ("lab.method", "lab.sample"): "a laboratory method with fit() opens the model once before",
 }

@@ -189,6 +189,8 @@ def test_options_have_an_effect(lib: CDLL, table: Any, method: str) -> None:
         "shared": "none",
         "grid": "d4",
         "predictor": "none",
+        "predictors": "on",
+        "alone": "0.1.2.3",
         "first_bits": 2,
         "weights": "4",
         "hi": 3,
@@ -234,6 +236,8 @@ def test_options_have_an_effect(lib: CDLL, table: Any, method: str) -> None:
             "top": {"far": "f16"},
             "prompt": {"far": "f16"},
             "predictor": {"means": "on"},
+            "predictors": {"means": "on"},
+            "alone": {"means": "on", "predictor": "full"},
             "weights": {"means": "on", "predictor": "full"},
         }
         needs: dict[str, dict[str, object]] = {

@@ -446,11 +446,14 @@ kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model
             return KVQ_OK;
         }
         const bool aqua = !method.most && config.options.values.count("predictor");
+        const bool first_use = method.most && config.options.is("predictors", "on");
         err = std::string("method ") + method.info.name + " needs calibrated data and '" + path +
-            "' holds none: give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set " +
-            (method.most   ? "means=auto and predictor=none"
-                    : aqua ? "predictor=none"
-                           : "near=higgs");
+            "' holds none: " + (first_use ? "ggml-kvq plugin -m MODEL --predictors fits predictors once, or " : "") +
+            "give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set " +
+            (first_use            ? "predictors=off"
+                    : method.most ? "means=auto and predictor=none"
+                    : aqua        ? "predictor=none"
+                                  : "near=higgs");
         return KVQ_ERR_CONFIG;
     }
     std::shared_ptr<kvq_calibration> c(new kvq_calibration);

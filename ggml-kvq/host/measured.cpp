@@ -58,7 +58,7 @@ static std::string folder(void) {
     return (!ours.empty() ? ours : !all.empty() ? all + "/ggml-kvq" : home_folder() + "/.cache/ggml-kvq") + "/means";
 }
 
-std::string kvq_measured_path(const std::string & model) {
+std::string kvq_measured_path(const std::string & model, bool predictors) {
     struct stat st = {};
     if (stat(model.c_str(), &st) || !S_ISREG(st.st_mode)) { return ""; }
     // asked for several times before a cache is made: a file that stays as it is is read once
@@ -70,15 +70,15 @@ std::string kvq_measured_path(const std::string & model) {
     if (known.size() >= 64) { known.clear(); }
     if (!known.count(key)) { known[key] = fingerprint(model); }
     const std::string & name = known[key];
-    return name.empty() ? "" : folder() + "/" + name + ".kvq.gguf";
+    return name.empty() ? "" : folder() + "/" + name + (predictors ? ".predictors" : "") + ".kvq.gguf";
 }
 
-extern "C" int kvq_measured(const char * model, const char ** path) {
+extern "C" int kvq_measured(const char * model, int predictors, const char ** path) {
     static thread_local std::string there;
     std::string err, line;
     kvq_model_info info;
     kvq_status status = kvq_read_model_info(model ? model : "", info, err);
-    there = status == KVQ_OK ? kvq_measured_path(model) : "";
+    there = status == KVQ_OK ? kvq_measured_path(model, predictors) : "";
     if (status == KVQ_OK && there.empty()) {
         err = "cannot read the weights of '" + std::string(model) + "': give a GGUF model";
         status = KVQ_ERR_MODEL;

@@ -4,6 +4,6 @@
 
 #include <string>
 
-// means/FINGERPRINT.kvq.gguf in $KVQ_CACHE_DIR, else in $XDG_CACHE_HOME/ggml-kvq, else in ~/.cache/ggml-kvq. "": the
-// model cannot be read.
-std::string kvq_measured_path(const std::string & model);
+// means/FINGERPRINT.kvq.gguf in $KVQ_CACHE_DIR, else in $XDG_CACHE_HOME/ggml-kvq, else in ~/.cache/ggml-kvq;
+// predictors: FINGERPRINT.predictors.kvq.gguf, which holds predictors too. "": the model cannot be read.
+std::string kvq_measured_path(const std::string & model, bool predictors);

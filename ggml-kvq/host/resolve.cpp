@@ -184,11 +184,19 @@ kvq_status choose_options(const kvq_request & r, kvq_decision & out, std::string
     return (kvq_status) status;
 }
 
-// Would data that nobody gave make the method another one?
-bool goes_better_with_means(const kvq_method & method, kvq_options o) {
-    if (!method.data || method.data(o) != kvq_data::TAKES) { return false; }
-    method.settle(o, "bias", 8);
-    return method.data(o) == kvq_data::NEEDS;
+// What is measured for the method on a model's first use, where nobody gave data (kvq_resolved.wants_means).
+enum wanted { NOTHING = 0, MEANS = 1, PREDICTORS = 2 };
+
+wanted wants(const kvq_method & method, kvq_options o) {
+    const kvq_data as_given = method.data ? method.data(o) : kvq_data::NONE;
+    if (as_given == kvq_data::NONE) { return NOTHING; }
+    if (as_given == kvq_data::TAKES) {
+        method.settle(o, "bias", 8);
+        return method.data(o) == kvq_data::NEEDS ? MEANS : NOTHING;
+    }
+    if (!method.most) { return NOTHING; } // a paper's own setting is of a text that its user chose
+    method.settle(o, "full", 8);
+    return o.is("predictor", "full") || o.is("predictor", "k") ? PREDICTORS : NOTHING;
 }
 
 kvq_status choose_config(const kvq_request & r, const named_file & file, const kvq_model_info & model,
@@ -225,8 +233,8 @@ kvq_status choose_config(const kvq_request & r, const named_file & file, const k
     }
     kvq_options asked;
     if (out.config_from.empty() && has(r.model) && !file.off &&
-        kvq_options_parse(method, out.opts.c_str(), asked, err) == KVQ_OK && goes_better_with_means(method, asked)) {
-        const std::string measured = kvq_measured_path(r.model);
+        kvq_options_parse(method, out.opts.c_str(), asked, err) == KVQ_OK && wants(method, asked) != NOTHING) {
+        const std::string measured = kvq_measured_path(r.model, wants(method, asked) == PREDICTORS);
         out.lacks_means = !is_file(measured);
         if (!out.lacks_means) {
             out.config = measured;
@@ -287,9 +295,9 @@ extern "C" int kvq_resolve(const kvq_request * in, kvq_resolved * out) {
         if (status == KVQ_OK) {
             if (method && d.opts_from.empty()) { d.opts_from = options.empty() ? "default" : d.config_from; }
             if (d.config_from == "embedded") { d.config = in->model; }
-            const bool wants = method && d.config_from.empty() && goes_better_with_means(*method, parsed);
+            const int32_t lacks = method && d.config_from.empty() ? wants(*method, parsed) : NOTHING;
             *out = { d.method.c_str(), d.method_from.c_str(), d.method_words.c_str(), d.opts.c_str(), options.c_str(),
-                d.opts_from.c_str(), d.config.c_str(), d.config_from.c_str(), d.note.c_str(), wants };
+                d.opts_from.c_str(), d.config.c_str(), d.config_from.c_str(), d.note.c_str(), lacks };
         }
     }
     if (status != KVQ_OK) { kvq_set_error(err); }

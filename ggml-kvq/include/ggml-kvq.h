@@ -102,7 +102,7 @@ typedef struct kvq_resolved {
     const char * config;       // file of calibrated data, the model itself when they are embedded
     const char * config_from;
     const char * note;   // what was given and is not used, or ""
-    int32_t wants_means; // 1: goes better with channel means, and nobody has given any
+    int32_t wants_means; // nobody has given data, and it 1: goes better with channel means, 2: is to have predictors
 } kvq_resolved;
 
 KVQ_API int kvq_resolve(const kvq_request * request, kvq_resolved * answer);
@@ -112,8 +112,9 @@ KVQ_API int kvq_resolve(const kvq_request * request, kvq_resolved * answer);
 KVQ_API size_t kvq_model_sketch(const char * path, float * out, size_t n);
 
 // path: where data lie that were measured on the model's first use, in the folder of such data (host/measured.h);
-// valid until the thread's next call, "" when the model cannot be read. KVQ_OK: they are there, whole, of this model.
-KVQ_API int kvq_measured(const char * model, const char ** path);
+// valid until the thread's next call, "" when the model cannot be read. predictors: 0: the file of means; 1: that of
+// means and predictors. KVQ_OK: they are there, whole, of this model.
+KVQ_API int kvq_measured(const char * model, int predictors, const char ** path);
 
 // ---------------------------------------------------------------- block formats
 

@@ -22,6 +22,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <numeric>
 
 static const kvq_option_info options[] = {
@@ -45,6 +46,10 @@ static const kvq_option_info options[] = {
         "what else is subtracted: predictions of keys, or of keys and values, from the layer before; auto: as "
         "calibrated. Far less is lost, reading costs far more",
         "AQUA-KV section 3.1" },
+    { "predictors", "off|on", "off",
+        "on: predictor=auto, and where no data hold predictors the model's first use fits them", "ggml-kvq" },
+    { "alone", "text", "none", "layers that are not predicted, as 5.11.17: those of a cache of too few layers",
+        "ggml-kvq" },
     { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: as calibrated", "AQUA-KV section 4" },
     KVQ_OPTION_WINDOW("64", "AQUA-KV section 4"),
     { "sinks", "int", "4", "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },
@@ -82,7 +87,7 @@ static rung sorted_rung(int k, int v) {
 static constexpr const char * DEFAULT_STEPS = "vkkvkvk";
 
 // means=auto: a plan without data, which counts as if there were some
-static bool predicts(const kvq_options & o) { return !o.is("predictor", "none"); }
+static bool predicts(const kvq_options & o) { return !o.is("predictor", "none") || o.is("predictors", "on"); }
 static bool splits(const kvq_options & o) { return !o.is("pairs", "none") && !o.is("means", "off"); }
 // what predictors leave is sorted wherever there are halves: fast pairs are no noise there
 static bool sorts(const kvq_options & o) { return splits(o) && (predicts(o) || o.is("pairs", "sorted")); }
@@ -164,8 +169,29 @@ static std::vector<int> order_of(const kvq_options & o, const std::string & text
     return out;
 }
 
+// `predictor` by its own name. made_for: by the data, "": not known. Data without predictors are refused by the name of
+// what they lack.
+static void settle_predictor(kvq_options & o, const std::string & made_for) {
+    if (predicts(o) && (o.is("predictor", "none") || o.is("predictor", "auto"))) {
+        o.values["predictor"] = made_for == "k" || made_for == "fold" ? made_for : "full";
+    }
+}
+
+// Layers of a cache share the rows that predictions are made from: 16 bits a key and value of one layer. Where they are
+// few this is more than predictions save.
+static bool stands_alone(const kvq_options & o, int number) {
+    return ("." + o.str("alone") + ".").find("." + std::to_string(number) + ".") != std::string::npos;
+}
+
 static kvq_status plan(
-    const kvq_options & given, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
+    const kvq_options & asked_for, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
+    kvq_options given = asked_for;
+    settle_predictor(given, "");
+    if (given.is("predictors", "on") && given.given.count("predictor") && asked_for.is("predictor", "none")) {
+        err = "option predictors=on cannot go with predictor=none: leave one of them out";
+        return KVQ_ERR_OPTION;
+    }
+    const bool predicted = predicts(given) && !stands_alone(given, c.number);
     const double bits = given.real("bits");
     if (bits != 0 && (bits < 0.5 || bits > 16.0)) {
         err = "option bits=" + given.str("bits") + " is not 0 or within 0.5..16";
@@ -200,7 +226,7 @@ static kvq_status plan(
         return std::min((int) std::count(order.begin(), end, what), n_rises(given, what));
     };
     const bool halves = splits(given) && c.shape.head_size_k % 16 == 0;
-    const rung at = predicts(given) && !c.prev // nothing predicts it: AQUA-KV section 4
+    const rung at = predicted && !c.prev // nothing predicts it: AQUA-KV section 4
         ? rung{ 4, 4, 4 }
         : sorts(given) ? sorted_rung(risen(2 * c.number), risen(2 * c.number + 1))
                        : (splits(given) ? split_rungs : whole_rungs)[risen(c.number)];
@@ -208,8 +234,9 @@ static kvq_status plan(
     const bool far = !given.is("far", "none"), means = given.is("means", "on");
     if (predicts(given) && (far || given.is("means", "off") || given.is("window", "auto"))) {
         const char * key = far ? "far" : given.is("window", "auto") ? "window" : "means";
-        err = "option predictor=" + given.str("predictor") + " cannot go with " + key + "=" + given.str(key) +
-            ": leave one of them out";
+        const std::string words =
+            asked_for.is("predictor", "none") ? "predictors=on" : "predictor=" + asked_for.str("predictor");
+        err = "option " + words + " cannot go with " + key + "=" + given.str(key) + ": leave one of them out";
         return KVQ_ERR_OPTION;
     }
     if (far && (given.is("window", "auto") || !given.is("state", "rows") || (means && !given.is("far", "f16")))) {
@@ -229,14 +256,21 @@ static kvq_status plan(
     o.values["v_bits"] = std::to_string(at.v);
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
     // sorted keys lie in their order already, strong pairs where slow ones are
-    const bool sorted = sorts(given) && halves && !(predicts(given) && !c.prev);
+    const bool sorted = sorts(given) && halves && !(predicted && !c.prev);
     if (status == KVQ_OK && halves && (at.fast != at.slow || sorted)) {
         out.k.split = given.is("pairs", "neox") && !sorts(given) ? KVQ_SPLIT_NEOX : KVQ_SPLIT_NORM;
         out.k.fast_bits = at.fast;
     }
     if (status != KVQ_OK || !means) { return status; }
     out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "sort", sorted }, { "counts_shared", !c.prev } });
-    return predicts(given) ? kvq_plan_predictor(given, c, out, err) : KVQ_OK;
+    if (!predicted) { return KVQ_OK; }
+    const kvq_status chained = kvq_plan_predictor(given, c, out, err);
+    const size_t cure = chained == KVQ_OK ? std::string::npos : err.find("predictor=bias"); // of aqua
+    if (cure != std::string::npos) {
+        err.replace(
+            cure, strlen("predictor=bias"), asked_for.is("predictor", "none") ? "predictors=off" : "predictor=none");
+    }
+    return chained;
 }
 
 static kvq_data data(const kvq_options & o) {
@@ -247,10 +281,7 @@ static kvq_data data(const kvq_options & o) {
 
 // Far rows of fewer bits than f16 cannot carry the positions that keys less their means need.
 static void settle(kvq_options & o, const char * predictor, int weight_bits) {
-    const std::string made_for = predictor ? predictor : "";
-    if (o.is("predictor", "auto")) { // data without predictors are refused by the name of what they lack
-        o.values["predictor"] = made_for == "k" || made_for == "fold" ? made_for : "full";
-    }
+    settle_predictor(o, predictor ? predictor : "");
     if (o.is("weights", "auto")) { o.values["weights"] = weight_bits == 4 ? "4" : "8"; }
     const bool can = o.is("far", "none") || o.is("far", "f16");
     if (o.is("means", "auto")) { o.values["means"] = predictor && can ? "on" : "off"; }

@@ -339,9 +339,15 @@ def data(model: Path, found: resolver.Resolved, config: Any, n_threads: int) -> 
         return found.file or OFF
     line = progress.Line()
     there, why = default_means.ensure(
-        model, lambda text: print(f"ggml-kvq: {text}", file=sys.stderr, flush=True), n_threads, line
+        model,
+        lambda text: print(f"ggml-kvq: {text}", file=sys.stderr, flush=True),
+        n_threads,
+        line,
+        predictors=found.first_use_predicts,
     )
     line.clear()
+    if why and found.first_use_predicts:
+        raise MethodError(f"{default_means.ASKED} {why}")
     if why:
         print(f"ggml-kvq: no means are taken off keys and values: {why}", file=sys.stderr)
     return there or OFF

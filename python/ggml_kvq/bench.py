@@ -88,21 +88,23 @@ def _once(argv: list[str], env: dict[str, str]) -> Row:
 def measure(model: Path, specs: Sequence[CacheSpec], n_threads: int) -> None:
     """Means of the model, where a cache goes better with them and nobody gave any: eval and Model have them too."""
     header = gguf_header.read(model)
-    wanted = [
-        spec
+    found = [
+        resolver.resolve(methods.library, resolver.Request(resolver.BY_FLAGS, spec.method, spec.options), header)
         for spec in specs
-        if spec.method is not None
-        and not spec.config
-        and resolver.resolve(
-            methods.library, resolver.Request(resolver.BY_FLAGS, spec.method, spec.options), header
-        ).wants_means
+        if spec.method is not None and not spec.config
     ]
-    if wanted:
+    for predictors in sorted({x.wants_predictors for x in found if x.wants_means}):
         line = Line()
         _, why = default_means.ensure(
-            model, lambda text: print(f"ggml-kvq bench: {text}", file=sys.stderr), n_threads, line
+            model,
+            lambda text: print(f"ggml-kvq bench: {text}", file=sys.stderr),
+            n_threads,
+            line,
+            predictors=predictors,
         )
         line.clear()
+        if why and predictors:
+            raise KvqError(f"{default_means.ASKED} {why}")
         if why:
             print(f"ggml-kvq bench: no means are taken off keys and values: {why}", file=sys.stderr)
 

@@ -4,12 +4,16 @@ on a text that comes with this package, and kept in the user's cache folder.
 Keys before rotary embedding and values have means that belong to the model far more than to the text: those of this
 text leave 0.46 of the divergence of 2-bit caches, those of the very text's first 128 tokens 0.48
 (docs/methods/auto.md).
+
+Where predictors are asked for (`predictors=on` of auto), they are fitted here as well, on more of such text, and lie in
+a file of their own beside that of means.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +29,13 @@ from .progress import Line
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
 SINKS = 4
 TEXT = Path(__file__).with_name("data") / "means.txt"
+MORE = TEXT.with_name("predictors.txt")  # read after TEXT where predictors are fitted
+SEQUENCES = 8  # of LENGTH tokens, for predictors; of fewer where the texts make fewer
+CURES = {  # of `ggml-kvq calibrate`, and what they are here
+    "use --predictor bias": "leave predictors=on out",
+    "lower --sequences or give --work another folder": "make room, or set KVQ_CACHE_DIR to another folder",
+}
+ASKED = "predictors are asked for (predictors=on), and they cannot be fitted here:"
 
 
 def folder() -> Path:
@@ -37,13 +48,13 @@ def path_of(model: str | os.PathLike[str]) -> Path:
     """Where the means of this model file are kept, named by what the file holds: a copy of another name is the same
     model. The library finds them there by itself (host/measured.cpp). KvqError.
     """
-    return _look_up(model)[0]
+    return _look_up(model, False)[0]
 
 
 def there(model: str | os.PathLike[str]) -> str | None:
     """That file, if the model was measured."""
     try:
-        path, why = _look_up(model)
+        path, why = _look_up(model, False)
     except KvqError:
         return None
     return None if why else str(path)
@@ -55,11 +66,11 @@ def _lacks_order(there: Path) -> bool:
     return fields.get("kvq.auto.pairs") == "sorted" and "kvq.auto.order" not in fields
 
 
-def _look_up(model: str | os.PathLike[str]) -> tuple[Path, str]:
-    """(path_of(), "" or why what lies there cannot be used)."""
+def _look_up(model: str | os.PathLike[str], predictors: bool) -> tuple[Path, str]:
+    """(path_of(), or where predictors are kept; "" or why what lies there cannot be used)."""
     lib = methods.library()
     there = c_char_p()
-    status = lib.kvq_measured(os.fsencode(model), byref(there))
+    status = lib.kvq_measured(os.fsencode(model), int(predictors), byref(there))
     if not there.value:
         raise KvqError(native.last_error(lib))
     return Path(os.fsdecode(there.value)), native.last_error(lib) if status else ""
@@ -68,14 +79,19 @@ def _look_up(model: str | os.PathLike[str]) -> tuple[Path, str]:
 class _Progress:
     """A line of state: share done, and an estimate of what is left once some of it is."""
 
-    def __init__(self, name: str, passes: int, line: Line) -> None:
-        self.name, self.total, self.line = name, passes * LENGTH, line
+    def __init__(self, name: str, n_tokens: int, line: Line, share: float = 1.0) -> None:
+        """n_tokens: to be read, which takes `share` of the whole."""
+        self.name, self.total, self.line, self.share = name, n_tokens, line, share
         self.done, self.start = 0, time.monotonic()
 
     def __call__(self, n_tokens: int) -> None:
         self.done = min(self.done + n_tokens, self.total)
-        left = (time.monotonic() - self.start) * (self.total / self.done - 1)
-        self.line(f"measuring {self.name}: {100 * self.done // self.total} %, about {left:.0f} s left")
+        self.say(self.share * self.done / self.total)
+
+    def say(self, done: float) -> None:
+        """done: share of the whole."""
+        left = (time.monotonic() - self.start) * (1 / max(done, 1e-9) - 1)
+        self.line(f"measuring {self.name}: {100 * done:.0f} %, about {left:.0f} s left")
 
 
 @contextmanager
@@ -119,17 +135,18 @@ def ensure(
     say: Callable[[str], object],
     n_threads: int | None = None,
     line: Line | None = None,
+    *,
+    predictors: bool = False,
 ) -> tuple[str | None, str]:
     """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: LENGTH tokens of five
     passes, seconds for small models. A file that is damaged is measured again. Nothing is written but that sidecar,
-    whole or not at all. n_threads: None, all CPUs that the process may use.
+    whole or not at all. n_threads: None, all CPUs that the process may use. predictors: fit these too.
     """
     from . import files as disk
-    from .calibrate import files, halves, means
 
     try:
-        there, why = _look_up(model)
-        if not why and not _lacks_order(there):
+        there, why = _look_up(model, predictors)
+        if not why and (predictors or not _lacks_order(there)):
             return str(there), ""
         try:
             disk.probe(there)
@@ -138,16 +155,72 @@ def ensure(
         name = os.path.basename(model)
         if why and there.is_file():
             say(f"{why.split(': make it again')[0]}: it is measured again")
+        if predictors:
+            _refuse_gpu()
+        what = "measuring its keys and values" + (", and what a layer says of the next one" if predictors else "")
         begin, times = (name, "again") if there.is_file() else (f"first use of {name}", "once")
-        say(f"{begin}: measuring its keys and values, {times} ({there})")
-        text = TEXT.read_text(encoding="utf-8")
+        say(f"{begin}: {what}, {times} ({there})")
         line = line or Line(False)
-        tick = _Progress(name, 5, line)
-        size: dict[str, Any] = {"n_threads": n_threads, "tick": tick}
         with _ended_by_sigterm(), _told(say, line):
-            fitted = means.fit(model, text, n_sequences=1, length=LENGTH, sinks=SINKS, shorten=True, **size)
-            fitted = halves.checked(model, fitted, text, **size)
-            files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
+            (_fit_predictors if predictors else _measure)(model, there, n_threads, line)
     except (KvqError, OSError) as e:
-        return None, str(e)
+        why = str(e)
+        for flags, cure in CURES.items():
+            why = why.replace(flags, cure)
+        return None, why
     return str(there), ""
+
+
+def _measure(model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line) -> None:
+    """Means, and how keys are best split. KvqError, OSError."""
+    from .calibrate import files, halves, means
+
+    text = TEXT.read_text(encoding="utf-8")
+    size: dict[str, Any] = {
+        "n_threads": n_threads,
+        "tick": _Progress(os.path.basename(model), 5 * LENGTH, line),
+    }
+    fitted = means.fit(model, text, n_sequences=1, length=LENGTH, sinks=SINKS, shorten=True, **size)
+    fitted = halves.checked(model, fitted, text, **size)
+    files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
+
+
+def _refuse_gpu() -> None:
+    """KvqError where the cache would lie on a GPU: predictions are made on the CPU alone so far."""
+    from .loader import libraries
+
+    libs = libraries()
+    where = next((libs.describe(name, handle) for name, _, handle in libs.devices() if name == "KVQ0"), "")
+    if " over " in where:
+        raise KvqError(f"{where} has no kernels for them; leave predictors=on out, or hide the GPU")
+
+
+def _fit_predictors(model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line) -> None:
+    """Means and full predictors, of tokens that one pass reads; rows lie in a folder beside `there` meanwhile. Keys are
+    sorted by what predictions leave; whether halves pay is not tried: behind predictors they always did. KvqError,
+    OSError.
+    """
+    from .calibrate import capture, files, predictors
+
+    def estimated(what: str, share: float) -> None:
+        if not what.startswith("running"):  # which tick tells
+            tick.say(share)
+
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (TEXT, MORE))
+    tick = _Progress(os.path.basename(model), SEQUENCES * LENGTH, line, predictors.CAPTURING)
+    source = capture.GgufSource(model, text, LENGTH, n_threads, tick)
+    try:
+        n = min(SEQUENCES, source.n_tokens() // LENGTH)
+        length = LENGTH if n >= 4 else source.n_tokens() // 64 * 16  # four sequences: one is held out
+        n = max(n, 4)
+        tick.total = n * length
+        there.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="rows-", dir=there.parent) as rows:
+            size: dict[str, Any] = {"n_sequences": n, "length": length, "sinks": SINKS, "n_threads": n_threads}
+            fitted = predictors.fit(source, folder=rows, progress=estimated, few=True, **size)
+    finally:
+        source.close()
+    fitted.pairs = "none" if fitted.pairs == "none" else "sorted"
+    meta = files.predictor_fields(model, fitted, predictors.Bits(), SINKS)
+    meta["kvq.aqua.text"] = "of this package, on the model's first use"
+    files.write_sidecar(there, meta, files.predictor_arrays(fitted))

@@ -307,9 +307,15 @@ def _data(
             continue
         line = progress.Line()
         config, why = default_means.ensure(
-            model, lambda text: print(f"{program}: {text}", file=sys.stderr), n_threads, line
+            model,
+            lambda text: print(f"{program}: {text}", file=sys.stderr),
+            n_threads,
+            line,
+            predictors=chosen.first_use_predicts,
         )
         line.clear()
+        if why and chosen.first_use_predicts:
+            raise LaunchError(f"{default_means.ASKED} {why}")
         notes += [f"no means are taken off keys and values of {os.path.basename(model)}: {why}"] if why else []
     return (config or resolver.OFF if notes else config) if one else None, notes
 

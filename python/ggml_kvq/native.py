@@ -295,7 +295,7 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_version", c_char_p, []),
     ("kvq_last_error", c_char_p, []),
     ("kvq_last_note", c_char_p, []),
-    ("kvq_measured", c_int, [c_char_p, POINTER(c_char_p)]),
+    ("kvq_measured", c_int, [c_char_p, c_int, POINTER(c_char_p)]),
     ("kvq_model_sketch", c_size_t, [c_char_p, POINTER(c_float), c_size_t]),
     ("kvq_state_begin", None, [c_uint32]),
     ("kvq_state_tag", c_uint32, []),

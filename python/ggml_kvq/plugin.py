@@ -47,15 +47,17 @@ def environment(method: str) -> list[str]:
     ]
 
 
-def measure(model: str, n_threads: int | None = None) -> str:
+def measure(model: str, n_threads: int | None = None, predictors: bool = False) -> str:
     """What the library looks for when no launcher is there, in the cache folder: its path. Seconds for a small model
-    that was never measured. KvqError.
+    that was never measured, minutes with predictors. KvqError.
     """
     file = hub.resolve(model)
     if not file.is_file():
         raise KvqError(f"{file} is not a file; give a GGUF model")
     line = Line()
-    path, why = default_means.ensure(file, lambda text: print(f"ggml-kvq: {text}", file=sys.stderr), n_threads, line)
+    path, why = default_means.ensure(
+        file, lambda text: print(f"ggml-kvq: {text}", file=sys.stderr), n_threads, line, predictors=predictors
+    )
     if path is None:
         raise KvqError(f"{file.name} was not measured: {why}")
     return path

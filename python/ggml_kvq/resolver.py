@@ -14,6 +14,7 @@ from .errors import MethodError
 
 BY_FLAGS, BY_ARGUMENTS = 1, 2  # enum kvq_asker: whose words messages use
 MEASURED = "measured"  # config_from of data that the first use of a model left in the cache folder
+PREDICTORS = ".predictors.kvq.gguf"  # how a file of these ends that hold predictors
 OFF = "none"  # a method: llama.cpp's own cache; calibrated data: not those beside the model
 _VARIABLES = {"env_method": "KVQ_METHOD", "env_opts": "KVQ_OPTS", "env_config": "KVQ_CONFIG"}
 
@@ -50,7 +51,14 @@ class Resolved:
     config: str = ""
     config_from: str = ""
     note: str = ""
-    wants_means: bool = False
+    wants_means: bool = False  # or predictors
+    wants_predictors: bool = False
+
+    @property
+    def first_use_predicts(self) -> bool:
+        """The first use of a model fits predictors for this, or has."""
+        has = self.config_from == MEASURED and self.config.endswith(PREDICTORS)
+        return self.wants_predictors or has
 
     @property
     def file(self) -> str | None:
@@ -58,7 +66,7 @@ class Resolved:
         return None if self.config_from in ("", "embedded") else self.config
 
 
-_TEXTS = [f.name for f in fields(Resolved) if f.name != "wants_means"]
+_TEXTS = [f.name for f in fields(Resolved) if not f.name.startswith("wants_")]
 
 
 def resolve(library: Callable[[], CDLL], request: Request, header: gguf_header.Header | None) -> Resolved:
@@ -84,7 +92,8 @@ def resolve(library: Callable[[], CDLL], request: Request, header: gguf_header.H
     answer = native.kvq_resolved()
     native.check(lib, lib.kvq_resolve(byref(asked), byref(answer)))
     texts = {name: os.fsdecode(getattr(answer, name)) for name in _TEXTS}
-    return Resolved(**texts, wants_means=bool(answer.wants_means))
+    wants = int(answer.wants_means)
+    return Resolved(**texts, wants_means=wants > 0, wants_predictors=wants == 2)
 
 
 def planned(

@@ -157,7 +157,15 @@ class GgufSource:
     come.
     """
 
-    def __init__(self, path: str | os.PathLike[str], text: str, length: int, n_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        text: str,
+        length: int,
+        n_threads: int | None = None,
+        tick: Tick | None = None,
+    ) -> None:
+        self._tick = tick
         self.shapes = layers(path)
         self.key = ["gguf", *stamp(path), hashlib.sha256(text.encode()).hexdigest()]
         self._text = text
@@ -169,13 +177,18 @@ class GgufSource:
     def groups(self) -> list[list[int]]:
         return self._groups
 
+    def n_tokens(self) -> int:
+        """Of the text."""
+        assert self._model is not None
+        return len(self._model.tokenize(self._text))
+
     def tokens(self, n: int, length: int, seed: int) -> list[np.ndarray]:
         assert self._model is not None
         return sequences(self._model, self._text, n, length, seed)
 
     def rows(self, tokens: np.ndarray, sinks: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         assert self._model is not None
-        return each(self._model, self.shapes, tokens, sinks)
+        return each(self._model, self.shapes, tokens, sinks, self._tick)
 
     def queries(self, il: int, width: int) -> np.ndarray:
         assert self._model is not None

@@ -111,6 +111,12 @@ def _order(climb: str) -> dict[str, Any]:
     return {} if climb == "none" else {"kvq.auto.order": climb}
 
 
+def _alone(fit: Fit) -> dict[str, Any]:
+    """Option `alone` of method auto: layers by their number among those with attention."""
+    number = {il: str(i) for i, il in enumerate(sorted(fit.layers))}
+    return {"kvq.auto.alone": ".".join(number[il] for il in sorted(fit.alone))} if fit.alone else {}
+
+
 def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, Any]:
     return {
         "kvq.version": VERSION,
@@ -165,6 +171,7 @@ def predictor_fields(path: str | os.PathLike[str], fit: Fit, bits: Bits, sinks: 
         "kvq.aqua.tokens": fit.n_tokens,
         "kvq.auto.pairs": fit.pairs,
         **_order(fit.climb()),
+        **_alone(fit),
         **{f"kvq.aqua.blk.{il}.prev": layer.prev for il, layer in fit.layers.items() if layer.prev >= 0},
     }
 

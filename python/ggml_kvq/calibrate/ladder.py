@@ -53,27 +53,38 @@ def of(pairs: str) -> Ladder:
 #: What a square error of values, as a share of their energy, costs beside one of logits. Of 0.5, 1.5, 3 and 6 the one
 #: of least divergence at 1.75 and 2.25 bits, on three pretrained models.
 VALUES = 3.0
+#: The same where predictors are taken off. Of 0.5, 1, 1.5 and 3 the one of least divergence on two pretrained models.
+VALUES_LEFT = 1.0
 
 
-def estimated(logit_errors: Mapping[int, Sequence[float]]) -> dict[Riser, list[float]]:
-    """Damage of sorted keys and of values before anything is tried. logit_errors: by layer, of keys on each rung."""
+def estimated(
+    logit_errors: Mapping[int, Sequence[float]], left: Mapping[int, float] | None = None
+) -> dict[Riser, list[float]]:
+    """Damage of sorted keys and of values before anything is tried. logit_errors: by layer, of keys on each rung. left:
+    by layer, the share of values' energy that predictors leave; of layers that are not in it nothing is predicted.
+    """
+    left = left or {}
     out: dict[Riser, list[float]] = {}
     for il in spread(len(logit_errors)):  # of equals, layers that are far apart rise first
         out[il, "k"] = list(logit_errors[il])
-        out[il, "v"] = [VALUES * ERRORS[bits] for bits in SORTED_VALUES]
+        out[il, "v"] = [(VALUES_LEFT * left[il] if il in left else VALUES) * ERRORS[bits] for bits in SORTED_VALUES]
     return out
 
 
 def climb_evenly(
-    damage: Mapping[Riser, Sequence[float]], ladder: Ladder, groups: Sequence[Collection[int]]
+    damage: Mapping[Riser, Sequence[float]],
+    ladder: Ladder,
+    groups: Sequence[Collection[int]],
+    ahead: Sequence[float] | None = None,
 ) -> list[Riser]:
     """climb() in each group of layers. A level gives all groups about as many bits a layer: groups are layers of one
     cache, and each cache keeps to the number that was asked for. A group rises when its step leaves it lowest, so that
-    one of few layers, whose steps are large, stays below the others rather than above.
+    one of few layers, whose steps are large, stays below the others rather than above. ahead: bits of a layer's
+    key and value by which a group may be ahead of the others.
     """
     orders = [climb({r: d for r, d in damage.items() if r[0] in group}, ladder) for group in groups]
     order: list[Riser] = []
-    at, taken = dict.fromkeys(damage, 0), [0.0] * len(groups)
+    at, taken = dict.fromkeys(damage, 0), [-x for x in ahead or [0.0] * len(groups)]
 
     def after(g: int) -> float:
         riser = orders[g][0]

@@ -15,7 +15,7 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,10 +34,16 @@ from .order import logit_errors, sorted_keys
 
 CHUNK = 8192  # rows in memory
 RIDGE = 1e-3  # of the mean diagonal of x x^T, as the paper's code has it
+RIDGES = (RIDGE, 1e-2, 1e-1)  # those that are tried where there are few tokens
+PAYS = 0.02  # least share of the variance that a predictor of few tokens has to explain, on rows held out
+LEAST_LAYERS = 8  # of a cache, beside a larger one: fewer do not pay for the rows that they share (methods/auto.cpp)
+SHARED = 18  # bits of a key and a value that predicted layers share: 8-bit rows, and more bits of the first, at least 2
+CAPTURING = 0.6  # of the time, as far as progress is told: running the model
 SIZES = (8, 16, 32)  # numbers of sequences at which the gain is measured beside the whole
 
 Shape = tuple[int, int, int, int]  # layer, KV heads, key head size, value head size
 Order = tuple[np.ndarray, np.ndarray]
+Bar = Callable[[str, float], object]
 #: Bits of the weak and of the strong half of sorted keys, by bits on average; others are one block.
 HALVES = {2: (1, 3), 3: (2, 4)}
 
@@ -61,7 +67,7 @@ class Layer:
     """mean: f32 [width] of keys, values; rms: of their rows. weight: raw rows as GGUF holds them ("f16" or "q4_0"),
     None in the first layer. order, left: (channel, gain) f32 [heads, head_size] of keys, and of what their prediction
     leaves (order.py); None where the queries are not known.
-    errors: of a logit on each rung of sorted keys (order.logit_errors), nothing predicted.
+    errors: of a logit on each rung of sorted keys (order.logit_errors): nothing predicted, or what few tokens leave.
     explained: share of the variance (keys, values) on sequences that were not fitted; gain: the same by number of
     sequences.
     """
@@ -79,13 +85,17 @@ class Layer:
 
 @dataclass
 class Fit:
-    """pairs: which channels of a key turn together, norm or neox; none: keys stay whole. groups: layers by cache."""
+    """pairs: which channels of a key turn together, norm or neox; none: keys stay whole. groups: layers by cache;
+    alone: those of caches in which nothing is predicted. few: as fit() has it.
+    """
 
     layers: dict[int, Layer] = field(default_factory=dict)
     predictor: str = "full"
     pairs: str = "none"
     groups: list[list[int]] = field(default_factory=list)
+    alone: list[int] = field(default_factory=list)
     format: str = "f16"
+    few: bool = False
     n_tokens: int = 0
     seconds: float = 0.0
     seconds_capture: float = 0.0
@@ -93,14 +103,20 @@ class Fit:
     disk_mib: float = 0.0
 
     def climb(self) -> str:
-        """Option `order` of method auto with these data, "none" where it is not known. With predictions the same one
-        serves: it takes a third of the divergence away (docs/methods/auto.md).
+        """Option `order` of method auto with these data, "none" where it is not known. That of rows as they are serves
+        with predictions too: it takes a third of the divergence away (docs/methods/auto.md). With `few`, whose data
+        nothing else reads, it is the order of what predictions leave.
         """
         if self.pairs != "sorted" or not all(x.errors for x in self.layers.values()):
             return "none"
         rungs, number = ladder.of("sorted"), {il: i for i, il in enumerate(sorted(self.layers))}
-        damage = ladder.estimated({i: self.layers[il].errors for il, i in number.items()})
-        return rungs.text(ladder.climb_evenly(damage, rungs, [{number[il] for il in g} for g in self.groups]))
+        predicted = set(self.layers) - set(self.alone) if self.few else set()
+        left = {number[il]: 1.0 - self.layers[il].explained[1] for il in predicted}
+        damage = ladder.estimated({i: self.layers[il].errors for il, i in number.items()}, left)
+        # bits are counted over all layers: what the predicted ones share is in them, and others may have as much
+        ahead = [SHARED / max(len(predicted), 1) if set(g) <= set(self.alone) else 0.0 for g in self.groups]
+        groups = [{number[il] for il in g} for g in self.groups]
+        return rungs.text(ladder.climb_evenly(damage, rungs, groups, ahead))
 
 
 @dataclass(frozen=True)
@@ -152,10 +168,20 @@ class Products:
         )
         return float(1 - left / max(self.yy[i], 1e-30))
 
+    def of_few(self) -> tuple[np.ndarray, float]:
+        """(W, share of the variance): with that of RIDGES which explains most of the rows held out, fitted again on all
+        rows; zeros where that is less than PAYS.
+        """
+        tries = {by: self.explained(ridge(self.xx[0], self.xy[0], by)) for by in RIDGES}
+        by = max(tries, key=lambda x: tries[x])
+        if not tries[by] >= PAYS:
+            return np.zeros(self.xy[0].T.shape), 0.0
+        return ridge(self.xx[0] + self.xx[1], self.xy[0] + self.xy[1], by), tries[by]
 
-def ridge(xx: np.ndarray, xy: np.ndarray) -> np.ndarray:
-    """W [n_out, n_in], f64."""
-    damp = RIDGE * np.trace(xx) / len(xx)
+
+def ridge(xx: np.ndarray, xy: np.ndarray, share: float = RIDGE) -> np.ndarray:
+    """W [n_out, n_in], f64. share: what is added to the diagonal, of its mean."""
+    damp = share * np.trace(xx) / len(xx)
     return np.linalg.solve(xx + max(damp, 1e-12) * np.eye(len(xx)), xy).T
 
 
@@ -221,20 +247,25 @@ def fit(
     seed: int = 0,
     folder: str | os.PathLike[str],
     n_threads: int | None = None,
-    progress: bool = False,
+    progress: bool | Bar = False,
+    few: bool = False,
 ) -> Fit:
     """Fit predictors ("k", "full" or "fold") of every layer but the first of each group, in f16 or q4_0.
 
     folder: where rows and finished layers are kept until the end; a folder left by a killed run of the same numbers is
-    continued. One sequence in eight is held out to measure explained variance. Raises KvqError for layers of unequal
-    width or too little text.
+    continued. One sequence in eight is held out to measure explained variance. progress: True: a line on stderr; else
+    told what is done and which share of the work. few: there are only a few thousand tokens; the last quarter of the
+    sequences is held out to choose how much each predictor is damped, and whether it pays at all; then all sequences
+    count, and a cache of fewer than LEAST_LAYERS layers beside a larger one has none. Raises KvqError for
+    layers of unequal width or too little text.
     """
     bits = bits or Bits()
     started = time.monotonic()
     n_threads = n_threads or cpus.available()
     place = Path(folder)
-    key = json.dumps([source.key, predictor, [bits.k, bits.v, bits.first], form, n_sequences, length, sinks, seed])
-    store, bar = Store(place), Progress(progress)
+    key = json.dumps([source.key, predictor, [bits.k, bits.v, bits.first], form, n_sequences, length, sinks, seed, few])
+    store, line = Store(place), Progress(progress is True)
+    bar = progress if callable(progress) else line
     per = length - sinks
     shapes = {s[0]: s for s in source.shapes}
     groups = source.groups()
@@ -262,26 +293,26 @@ def fit(
         raise
     spent = time.monotonic() - started
     total = n_sequences * per
-    out = Fit(predictor=predictor, format=form, n_tokens=total, seconds_capture=spent)
+    out = Fit(predictor=predictor, format=form, few=few, n_tokens=total, seconds_capture=spent)
     out.disk_mib = captured / 2**20
-    work = _Work(store, total, per, n_sequences, bits, form, n_threads, bar, sum(len(g) for g in groups))
+    work = _Work(store, total, per, n_sequences, bits, form, n_threads, bar, sum(len(g) for g in groups), few)
     work.pairs, work.queries = _load_queries(place)
     out.pairs, out.groups = work.pairs, groups
+    most = max(len(group) for group in groups)
+    out.alone = [il for g in groups if few and len(g) < min(LEAST_LAYERS, most) for il in g]
     for group in groups:
         for ordinal, il in enumerate(group):
             saved = place / f"layer.{il}.npz"
-            out.layers[il] = (
-                _load(saved)
-                if saved.is_file()
-                else work.layer(shapes[il], ordinal, group[ordinal - 1] if ordinal else -1, predictor)
-            )
+            before = group[ordinal - 1] if ordinal else -1
+            how = (0, -1, "none") if il in out.alone else (ordinal, before, predictor)
+            out.layers[il] = _load(saved) if saved.is_file() else work.layer(shapes[il], *how)
             if not saved.is_file():
                 _save(saved, out.layers[il])
             if ordinal:
-                store.drop(*(f"{v}.{group[ordinal - 1]}.rec" for v in "kv"))
+                store.drop(*(f"{v}.{before}.rec" for v in "kv"))
             store.drop(f"k.{il}", f"v.{il}")
             work.done += 1
-    bar.end()
+    line.end()
     out.seconds = time.monotonic() - started
     out.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return out
@@ -298,9 +329,7 @@ def clear(folder: Path) -> None:
         folder.rmdir()
 
 
-def _capture(
-    source: Source, store: Store, place: Path, n: int, length: int, sinks: int, seed: int, bar: Progress
-) -> int:
+def _capture(source: Source, store: Store, place: Path, n: int, length: int, sinks: int, seed: int, bar: Bar) -> int:
     """Rows of n sequences on disk; bytes of them."""
     mark = place / "captured"
     done = int(mark.read_text()) if mark.is_file() else 0
@@ -319,7 +348,7 @@ def _capture(
                 store.write_at(f"v.{il}", i * (length - sinks), v)
             _save_queries(place, source)
             _replace(mark, str(i + 1))
-            bar(f"running the model, sequence {i + 1} of {n}", 0.6 * (i + 1) / n)
+            bar(f"running the model, sequence {i + 1} of {n}", CAPTURING * (i + 1) / n)
     source.close()
     return size
 
@@ -354,15 +383,18 @@ class _Work:
         bits: Bits,
         form: str,
         n_threads: int,
-        bar: Progress,
+        bar: Bar,
         n_layers: int,
+        few: bool = False,
     ) -> None:
         self.store, self.total, self.per, self.n_seq = store, total, per, n_seq
         self.bits, self.form, self.n_threads, self.bar, self.n_layers = bits, form, n_threads, bar, n_layers
         self.lib = loader.libraries().need_kvq()
-        self.done = 0
+        self.done, self.at = 0, -1  # layers, and the one that is fitted
         self.pairs, self.queries = "none", dict[int, np.ndarray]()
-        self.n_fit = n_seq - n_seq // 8  # the last sequences are held out
+        self.few = few
+        self.n_fit = n_seq - (max(1, n_seq // 4) if few else n_seq // 8)  # the last sequences are held out
+        self.n_mean = n_seq if few else self.n_fit  # of which means and energies are
         self.starts = [(i * per + a, min(CHUNK, per - a), i) for i in range(n_seq) for a in range(0, per, CHUNK)]
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
@@ -376,11 +408,11 @@ class _Work:
         """Mean of every channel, and the rows' root mean square."""
         total, square = np.zeros(width), 0.0
         for row, n, seq in self.chunks():
-            if seq < self.n_fit:
+            if seq < self.n_mean:
                 x = self.store.read(name, row, n, width)
                 total += x.sum(0, dtype=np.float64)
                 square += float(np.einsum("ti,ti->", x, x, dtype=np.float64))
-        rows = self.n_fit * self.per
+        rows = self.n_mean * self.per
         return (total / rows).astype(np.float32), float(np.sqrt(square / (rows * width)))
 
     def rebuilt(self, codec: Codec, y: np.ndarray, pred: np.ndarray | None, order: Order | None = None) -> np.ndarray:
@@ -406,26 +438,33 @@ class _Work:
         left = squares
         if p is not None and w is not None:  # |y - W x|^2 by channel, from sums of products
             x = w.astype(np.float64)
-            left = (
-                squares - 2 * np.einsum("oi,io->o", x, p.xy[0]) + np.einsum("oi,ij,oj->o", x, p.xx[0], x, optimize=True)
-            )
+            xx, xy = (a[0] + a[1] if self.few else a[0] for a in (p.xx, p.xy))
+            left = squares - 2 * np.einsum("oi,io->o", x, xy) + np.einsum("oi,ij,oj->o", x, xx, x, optimize=True)
         both = [np.maximum(e, 0).reshape(heads, size) / n for e in (squares, left)]
-        return [sorted_keys(e, q, self.pairs) for e in both], logit_errors(both[0], q, self.pairs, SORTED_KEYS)
+        counts = both[1] if self.few else both[0]
+        return [sorted_keys(e, q, self.pairs) for e in both], logit_errors(counts, q, self.pairs, SORTED_KEYS)
 
-    def solve(self, p: Products, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(raw rows for GGUF, the same as f32 [n_out, n_in])."""
-        w = ridge(p.xx[0], p.xy[0])
+    def solve(self, out: Layer, lane: int, p: Products) -> np.ndarray:
+        """The predictor of keys (lane 0) or values as f32 [n_out, n_in], and `out` with its raw rows for GGUF."""
+        name = f"{'values' if lane else 'keys'} of layer {self.at}"
+        w, share = p.of_few() if self.few else (ridge(p.xx[0], p.xy[0]), 0.0)
         if not np.isfinite(w).all():
             raise KvqError(
                 f"the regression of {name} gives values that are not finite; the text holds too little variety"
             )
-        raw = weights.to_f16(w) if self.form == "f16" else weights.to_q4_0(w, p.xx[0])
-        return raw, weights.to_f32(raw, self.form)
+        raw = out.weight[lane] = weights.to_f16(w) if self.form == "f16" else weights.to_q4_0(w, p.xx[0])
+        w = weights.to_f32(raw, self.form)
+        if self.few:
+            out.explained[lane] = share
+        else:
+            self.measure(out, lane, p, w)
+        return w
 
     def layer(self, shape: Shape, ordinal: int, prev: int, predictor: str) -> Layer:
         il, heads, size_k, size_v = shape
         wk, wv = heads * size_k, heads * size_v
-        self.bar(f"layer {il}", 0.6 + 0.4 * self.done / self.n_layers)
+        self.at = il
+        self.bar(f"layer {il}", CAPTURING + (1 - CAPTURING) * self.done / self.n_layers)
         (mean_k, rms_k), (mean_v, rms_v) = self.mean(f"k.{il}", wk), self.mean(f"v.{il}", wv)
         out = Layer((mean_k, mean_v), prev=prev, rms=(rms_k, rms_v))
         values, fold, bits = predictor in ("full", "fold"), predictor == "fold", 8 if self.form == "f16" else 4
@@ -438,15 +477,14 @@ class _Work:
         of_keys = Products(wk, wk) if ordinal else None
         for row, n, seq in self.chunks():
             y = self.centred(f"k.{il}", out.mean[0], row, n)
-            if seq < self.n_fit:
+            if seq < self.n_mean:
                 squares += np.einsum("ti,ti->i", y, y, dtype=np.float64)
                 n_squares += n
             if of_keys is not None:
                 self.note(of_keys, seq, row)
                 of_keys.add(self.store.read(f"k.{prev}.rec", row, n, wk), y, seq >= self.n_fit)
         if of_keys is not None:
-            out.weight[0], w = self.solve(of_keys, f"keys of layer {il}")
-            self.measure(out, 0, of_keys, w)
+            w = self.solve(out, 0, of_keys)
             k_pred = kernels.pack_weights(self.lib, w, bits)
         order, halves = None, self.bits.halves(size_k) if ordinal else None
         if self.pairs != "none":
@@ -473,8 +511,7 @@ class _Work:
             return out
         parts: Sequence[kernels.Weights] = ()
         if ordinal:
-            out.weight[1], w = self.solve(p, f"values of layer {il}")
-            self.measure(out, 1, p, w)
+            w = self.solve(out, 1, p)
             parts = [kernels.pack_weights(self.lib, x, bits) for x in (w[:, :wk], w[:, wk:])]
         if fold:  # nothing is predicted from values
             return out

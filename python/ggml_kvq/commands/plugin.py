@@ -25,6 +25,9 @@ def register(subparsers: Any) -> None:
         metavar="FILE",
         help="measure this model's keys and values first, once: auto finds them in every program",
     )
+    p.add_argument(
+        "--predictors", action="store_true", help="with -m: fit predictors instead, which auto takes with predictors=on"
+    )
     p.add_argument("-t", "--threads", type=int, help="for -m: default all CPUs that may be used")
     p.set_defaults(run=run)
 
@@ -32,9 +35,12 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 done; a folder that holds no such llama.cpp is refused, and a model that cannot be measured."""
     from .. import methods, plugin
+    from ..errors import KvqError
 
     if args.model:
-        print(f"# measured: {plugin.measure(args.model, args.threads)}")
+        print(f"# measured: {plugin.measure(args.model, args.threads, args.predictors)}")
+    elif args.predictors:
+        raise KvqError("--predictors goes with -m MODEL, whose predictors are to be fitted; add that or drop it")
     if args.install:
         print("\n".join(plugin.install(args.install)))
     elif args.remove:

@@ -87,20 +87,23 @@ class CacheSpec:
         """Those of the text in this package, for a method that takes them off; no sidecar beside the model is used."""
         if not self.method:
             return None
-        if self.config == resolver.MEASURED:
-            return self.measured(path)
         asked = resolver.Request(resolver.BY_ARGUMENTS, self.method, self.options, resolver.OFF)
-        if not resolver.resolve(methods.library, asked, None).wants_means:
+        wanted = resolver.resolve(methods.library, asked, None)
+        if self.config == resolver.MEASURED:
+            return self.measured(path, wanted.wants_predictors)
+        if not wanted.wants_means:
             return None  # whatever the model holds
-        if not resolver.resolve(methods.library, asked, gguf_header.read(path)).wants_means:
-            return None
-        return self.measured(path)
+        wanted = resolver.resolve(methods.library, asked, gguf_header.read(path))
+        return self.measured(path, wanted.wants_predictors) if wanted.wants_means else None
 
-    def measured(self, path: str | os.PathLike[str]) -> str | None:
+    def measured(self, path: str | os.PathLike[str], predictors: bool) -> str | None:
         """What is measured at a model's first use, now if that was not yet. KvqError."""
-        found, why = default_means.ensure(path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr))
+        found, why = default_means.ensure(
+            path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr), predictors=predictors
+        )
         if why:  # a row without them would pass for one with them
-            raise KvqError(f"cache {self.text!r} goes with means of keys and values, which cannot be had: {why}")
+            what = "predictors" if predictors else "means"
+            raise KvqError(f"cache {self.text!r} goes with {what} of keys and values, which cannot be had: {why}")
         return found
 
     def open(self, path: Any, **kwargs: Any) -> Model:

@@ -81,6 +81,8 @@ class Auto(LatticeMethod):
         "pairs": "none",
         "means": "auto",
         "predictor": "none",
+        "predictors": "off",
+        "alone": "none",
         "weights": "auto",
         "window": 64,
         **{key: value for key, value in LATTICE_OPTIONS.items() if key != "grid"},
@@ -95,8 +97,11 @@ class Auto(LatticeMethod):
         splits = self.o["pairs"] != "none" and self.o["means"] != "off"
         order = self.o["order"] if splits or self.o["pairs"] == "none" else "none"
         level = max(self.o["level"], 0)
-        predicts = self.o["predictor"] != "none"
-        sorts = splits and (predicts or self.o["pairs"] == "sorted")
+        predictor = {"none": "full" if self.o["predictors"] == "on" else "none", "auto": "full"}.get(
+            self.o["predictor"], self.o["predictor"]
+        )
+        sorts = splits and (predictor != "none" or self.o["pairs"] == "sorted")
+        predicts = predictor != "none" and str(ordinal) not in self.o["alone"].split(".")
         if predicts and prev is None:  # nothing predicts it: AQUA-KV section 4
             self.rung = (4, 4, 4)
         elif sorts:
@@ -119,7 +124,7 @@ class Auto(LatticeMethod):
             plan = replace(plan, k=replace(plan.k, codec=plan.k.codec.with_(split=split, fast_bits=fast)))
             plan = replace(plan, sort=plan.mean and sorts)
         if plan.mean and predicts:
-            chain = {"k": "k", "full": "kv", "fold": "kk"}[self.o["predictor"]]
+            chain = {"k": "k", "full": "kv", "fold": "kk"}[predictor]
             plan = replace(plan, chain=chain, weights=4 if self.o["weights"] == "4" else 8)
         if self.o["far"] == "none":
             return plan
