@@ -124,8 +124,11 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.few = false;
     s.fold = nullptr;
     s.n_fold = 0;
-    s.folded_k = lattice_k && !f32 && (!attn.rotary || (attn.sealed && attn.positions && attn.rotary->turns));
-    s.rotated_v = lattice_v && !f32;
+    // a short context is all window: then queries are not folded, nor outputs rotated
+    const bool sealed = std::any_of(attn.pages, attn.pages + attn.n_pages,
+        [](const kvq_page & p) { return p.n_slots && (p.k_params || p.v_params); });
+    s.folded_k = lattice_k && sealed && !f32 && (!attn.rotary || (attn.sealed && attn.positions && attn.rotary->turns));
+    s.rotated_v = lattice_v && sealed && !f32;
     s.rot = s.rotated_v ? (size_t) s.lv.d * s.lv.n_tiles * 16 : 0;
     s.mixed = attn.k.type == KVQ_TYPE_MIXED && attn.v.type == KVQ_TYPE_MIXED && !f32;
     if (s.mixed) { plan_mixed(s); }
