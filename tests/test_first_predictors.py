@@ -313,6 +313,18 @@ def test_a_layer_is_predicted_from_the_one_before_in_its_cache(
     plans = METHODS["auto"](**data_set).plans([LayerShape(*s) for s in shapes])
     assert [il for il, p in enumerate(plans) if not p.chain] == few and plans[few[0]].sort
 
+    source = capture.GgufSource(model, TEXT, 64, 1)  # as `ggml-kvq calibrate --predictor full`
+    fit = predictors.fit(source, predictor="full", n_sequences=4, length=64, n_threads=1, folder=tmp_path / "fit")
+    by_hand = tmp_path / "by-hand.gguf"
+    fields = files.predictor_fields(model, fit, predictors.Bits(), 4)
+    files.write_sidecar(by_hand, fields, files.predictor_arrays(fit))
+    assert fields["kvq.auto.alone"] == meta["kvq.auto.alone"]
+    assert sum(name.endswith("k.weight") for name in files.read_sidecar(by_hand)[1]) == len(groups[0] + groups[1]) - 2
+    with Model(model, kv_config=by_hand, kv_bits=6, kv_opts="predictor=auto", **opts) as m:
+        assert m.load_line.count("predictor full") == 1
+    with Model(model, "aqua", "bits=4", by_hand, **opts) as m:  # predicts wherever the data do
+        assert m.load_line.count("the rows of one layer") == 1 + (len(few) > 1)
+
 
 # ------------------------------------------------------------------ the text
 

@@ -86,7 +86,7 @@ class Layer:
 @dataclass
 class Fit:
     """pairs: which channels of a key turn together, norm or neox; none: keys stay whole. groups: layers by cache;
-    alone: those of caches in which nothing is predicted. few: as fit() has it.
+    alone: those of caches in which method auto predicts nothing. few: as fit() has it.
     """
 
     layers: dict[int, Layer] = field(default_factory=dict)
@@ -114,7 +114,8 @@ class Fit:
         left = {number[il]: 1.0 - self.layers[il].explained[1] for il in predicted}
         damage = ladder.estimated({i: self.layers[il].errors for il, i in number.items()}, left)
         # bits are counted over all layers: what the predicted ones share is in them, and others may have as much
-        ahead = [SHARED / max(len(predicted), 1) if set(g) <= set(self.alone) else 0.0 for g in self.groups]
+        shared = SHARED / max(len(self.layers) - len(self.alone), 1)
+        ahead = [shared if set(g) <= set(self.alone) else 0.0 for g in self.groups]
         groups = [{number[il] for il in g} for g in self.groups]
         return rungs.text(ladder.climb_evenly(damage, rungs, groups, ahead))
 
@@ -256,8 +257,8 @@ def fit(
     continued. One sequence in eight is held out to measure explained variance. progress: True: a line on stderr; else
     told what is done and which share of the work. few: there are only a few thousand tokens; the last quarter of the
     sequences is held out to choose how much each predictor is damped, and whether it pays at all; then all sequences
-    count, and a cache of fewer than LEAST_LAYERS layers beside a larger one has none. Raises KvqError for
-    layers of unequal width or too little text.
+    count, and layers of a cache that has fewer than LEAST_LAYERS beside a larger one have none (else they have, for
+    method aqua). Raises KvqError for layers of unequal width or too little text.
     """
     bits = bits or Bits()
     started = time.monotonic()
@@ -299,12 +300,12 @@ def fit(
     work.pairs, work.queries = _load_queries(place)
     out.pairs, out.groups = work.pairs, groups
     most = max(len(group) for group in groups)
-    out.alone = [il for g in groups if few and len(g) < min(LEAST_LAYERS, most) for il in g]
+    out.alone = [il for g in groups if len(g) < min(LEAST_LAYERS, most) for il in g]
     for group in groups:
         for ordinal, il in enumerate(group):
             saved = place / f"layer.{il}.npz"
             before = group[ordinal - 1] if ordinal else -1
-            how = (0, -1, "none") if il in out.alone else (ordinal, before, predictor)
+            how = (0, -1, "none") if few and il in out.alone else (ordinal, before, predictor)
             out.layers[il] = _load(saved) if saved.is_file() else work.layer(shapes[il], *how)
             if not saved.is_file():
                 _save(saved, out.layers[il])
