@@ -21,6 +21,7 @@ README_CACHES = (
     "auto-4.25",
     "kivi-2-g32",
     "auto-2.75",
+    "auto-2.4-predictors",
     "auto-2.25",
     "specache-2",
 )
@@ -39,6 +40,7 @@ WORDS = {
     "aqua-bias": "`aqua` predictor=bias",
     "specache-2": "`specache`",
     "auto-2.25-alone": "`auto` 2.25, library alone",
+    "auto-2.4-predictors": "`auto` 2.4, predictors=on",
 }
 
 
