@@ -300,7 +300,7 @@ def declares(program: str, *argv: str, env: dict[str, str] | None = None) -> lis
 
 
 def test_a_server_declares_the_smallest_type_that_holds_the_method() -> None:
-    q4, q5 = (["-ctk", kind, "-ctv", kind] for kind in ("q4_0", "q5_0"))
+    q4, q5 = (["-ctk", kind, "-ctv", kind] for kind in ("q4_0", "q5_1"))
     assert declares("llama-server", "--kv-method", "kivi") == q4
     assert declares("llama-server", "--kv-method", "kivi", "--kv-opt", "bits=4") == q5
     assert declares("llama-server", "--kv-method", "kivi", "--kv-opt", "declare=f16") == []
@@ -323,15 +323,11 @@ def test_what_cannot_be_declared_is_refused_with_a_line() -> None:
 
 
 def test_a_plan_names_the_type_that_the_library_then_takes(demo_model: Path) -> None:
-    """The smallest type is taken, the next smaller one is refused for its bits."""
-    order = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
+    """It holds the codes, and 8 bits of the window of a prompt of 1024 tokens: `higgs` of 4 bits would fit into q4_0."""
     header = gguf_header.read(demo_model, tensors=True)
-    for method, opts in (("kivi", "bits=4"), ("higgs", "bits=4"), ("zipcache", "salient=1")):
-        kinds = smallest(header, method, opts, None)
-        Model(demo_model, method, opts, n_ctx=256, type_k=kinds[0], type_v=kinds[1]).close()
-        for i in range(2):
-            if kinds[i] != order[0]:
-                less = list(kinds)
-                less[i] = order[order.index(kinds[i]) - 1]
-                with pytest.raises(KvqError, match="bits a value"):
-                    Model(demo_model, method, opts, n_ctx=256, type_k=less[0], type_v=less[1])
+    for method, opts, kind in (("higgs", "bits=2", "q4_0"), ("higgs", "bits=4", "q4_1"), ("kivi", "bits=4", "q5_1")):
+        assert smallest(header, method, opts, None) == (kind, kind)
+        Model(demo_model, method, opts, n_ctx=256, type_k=kind, type_v=kind).close()
+    Model(demo_model, "higgs", "bits=4", n_ctx=256, type_k="q4_0", type_v="q4_0").close()
+    with pytest.raises(KvqError, match="bits a value"):
+        Model(demo_model, "kivi", "bits=4", n_ctx=256, type_k="q4_0", type_v="q4_0")

@@ -35,13 +35,13 @@ double kvq_stored_bits(const kvq_layer_plan & plan, bool value, int n_head) {
         ((double) n_head * l.codec.head_size * l.n_cells);
 }
 
-// Bits a value of the state of a prompt of 1024 tokens, whose window has rows of 8 bits (store/small_rows.h). Rows of
-// fewer bits would change what the model says behind a restore.
+// Bits a value of the state of a prompt of 1024 tokens, of which 160 and at least the window are rows of 8 bits
+// (store/small_rows.h). Rows of fewer bits would change what the model says behind a restore.
 static double of_a_prompt(const kvq_lane_layout & l) {
-    constexpr double PROMPT = 1024, ROW = 8.25;
+    constexpr double PROMPT = 1024, ROWS = 160, ROW = 8.25;
     const double width = (double) l.n_head * l.codec.head_size,
                  block = 8.0 * (double) (l.bytes_codes + l.bytes_params) / (width * l.n_cells),
-                 window = std::min(PROMPT, (double) l.bytes_window / (2 * width));
+                 window = std::min(PROMPT, std::max(ROWS, (double) l.bytes_window / (2 * width)));
     return ((PROMPT - window) * block + window * ROW) / PROMPT;
 }
 
