@@ -323,7 +323,7 @@ def test_what_cannot_be_declared_is_refused_with_a_line() -> None:
 
 
 def test_a_plan_names_the_type_that_the_library_then_takes(demo_model: Path) -> None:
-    """It holds the codes, and 8 bits of the window of a prompt of 1024 tokens: `higgs` of 4 bits would fit into q4_0."""
+    """It holds the codes, and 8 bits of the newest of 1024 tokens: codes of `higgs` with 4 bits alone fit into q4_0."""
     header = gguf_header.read(demo_model, tensors=True)
     for method, opts, kind in (("higgs", "bits=2", "q4_0"), ("higgs", "bits=4", "q4_1"), ("kivi", "bits=4", "q5_1")):
         assert smallest(header, method, opts, None) == (kind, kind)
