@@ -468,12 +468,7 @@ def test_llama_bench_at_depth(demo_model: Path) -> None:
     [
         (["-fa", "off"], "", "xquant", ["flash attention", "-fa on"]),
         (["-fa", "on", "-ctk", "bf16"], "", "xquant", ["bf16 (-ctk)", "q8_0"]),
-        (
-            ["-fa", "on", "-ctk", "q4_0", "-ctv", "q4_0"],
-            "",
-            "f16",
-            ["f16", "16.", "q4_0 has 4.50", "drop -ctk and -ctv"],
-        ),
+        (["-fa", "on", "-ctk", "q4_0", "-ctv", "q4_0"], "", "f16", ["f16", "16.", "q4_0 has 4.50", "drop -ctk"]),
         (["-fa", "on", "-ctk", "q4_0", "-ctv", "q4_0"], "bits=4", "kivi", ["kivi", "q4_0 has 4.50", "larger type"]),
         (["-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0"], "", "minikv", ["minikv", "evicts", "drop -ctk"]),
         (["-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0"], "", "specache", ["specache", "second tier", "drop -ctk"]),
