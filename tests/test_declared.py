@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT
-from ggml_kvq import Model, _paths, gguf_header, launcher
+from ggml_kvq import Model, _paths, gguf_header, launcher, methods, native
 from ggml_kvq.declared import smallest
 from ggml_kvq.errors import KvqError
 from test_llama_features import HOLES, TEXT, Context, random_walk
@@ -306,6 +306,7 @@ def test_a_server_declares_the_smallest_type_that_holds_the_method() -> None:
     assert declares("llama-server", "--kv-method", "kivi", "--kv-opt", "declare=f16") == []
     for method in ("f16", "minikv", "specache"):  # their states hold rows of f16
         assert declares("llama-server", "--kv-method", method) == []
+    assert declares("llama-server", "--kv-method", "kivi", "-ngl", "8") == []  # others would be q4_0 of llama.cpp
     assert declares("llama-cli", "--kv-method", "kivi") == []
     assert declares("llama-cli", "--kv-method", "kivi", "--kv-opt", "declare=auto") == q4
     assert declares("llama-cli", "--kv-method", "kivi", "--kv-opt=declare=q8_0")[1] == "q8_0"
@@ -329,5 +330,8 @@ def test_a_plan_names_the_type_that_the_library_then_takes(demo_model: Path) -> 
         assert smallest(header, method, opts, None) == (kind, kind)
         Model(demo_model, method, opts, n_ctx=256, type_k=kind, type_v=kind).close()
     Model(demo_model, "higgs", "bits=4", n_ctx=256, type_k="q4_0", type_v="q4_0").close()
+    for size, kind in ((80, "f16"), (96, "q4_0")):  # llama.cpp refuses blocks of 32 that do not divide a head
+        plan = native.plan(methods.library(), "kivi", "", [(0, 4, size, size)], 256)
+        assert (plan["type_k"], plan["type_v"]) == (kind, kind)
     with pytest.raises(KvqError, match="bits a value"):
         Model(demo_model, "kivi", "bits=4", n_ctx=256, type_k="q4_0", type_v="q4_0")

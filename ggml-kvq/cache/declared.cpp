@@ -47,7 +47,8 @@ static double of_a_prompt(const kvq_lane_layout & l) {
 
 std::string kvq_smallest_declared(const std::string & so_far, const kvq_layer_plan & plan, bool value, int n_head) {
     const kvq_lane_layout l = long_lane(plan, value, n_head);
-    const bool f16 = l.is_f16() || l.codec.head_size * n_head % 32 || !kvq_needs_f16_rows(l).empty();
+    // llama.cpp refuses a type whose block does not divide a head
+    const bool f16 = l.is_f16() || l.codec.head_size % 32 || !kvq_needs_f16_rows(l).empty();
     const double bits = f16 ? 16 : std::max(kvq_stored_bits(plan, value, n_head), of_a_prompt(l));
     const auto enough = [&](const kvq_declared & x) { return x.bits() >= bits; };
     const auto before =

@@ -23,5 +23,6 @@ std::string kvq_needs_f16_rows(const kvq_lane_layout & l);
 // without the tables that all layers share.
 double kvq_stored_bits(const kvq_layer_plan & plan, bool value, int n_head);
 
-// The smaller type of the two that are enough for the lanes so far and for this one; `so_far`: "" for none.
+// The smallest type that is enough for this lane and not below `so_far`, that of the lanes before. The first lane
+// brings "".
 std::string kvq_smallest_declared(const std::string & so_far, const kvq_layer_plan & plan, bool value, int n_head);

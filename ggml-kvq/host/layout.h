@@ -26,7 +26,7 @@ extern kvq_layout kvq_layout_here;
 // it. False with one line.
 bool kvq_choose_layout(const char * version, int api, std::string & err);
 int kvq_other_api(int api); // the next known API number, around to the first
-// Oldest and newest version of layouts.inc, which are those of cuda_layouts.inc.
+// Oldest and newest version of layouts.inc.
 std::string kvq_known_versions(void);
 std::string kvq_known_cuda_versions(void); // whose private context of ggml-cuda is known
 

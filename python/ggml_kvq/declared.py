@@ -21,10 +21,12 @@ def take(opts: list[str]) -> tuple[str, list[str]]:
 
 def smallest(header: gguf_header.Header, method: str, options: str, config: str | None) -> tuple[str, str]:
     """Types of keys and of values that hold what the method takes in a long context, in every layer. F16 where its
-    states need rows of f16, and for models whose states may need four positions a cell.
+    states need rows of f16, for models whose states may need four positions a cell, and for those that have layers
+    for multi-token prediction, whose cache is llama.cpp's own.
     """
     facts, arch = memory.facts(header), header.fields.get("general.architecture", "")
-    if facts is None or facts.latent or f"{arch}.rope.dimension_sections" in header.fields:
+    others = any(f"{arch}.{key}" in header.fields for key in ("rope.dimension_sections", "nextn_predict_layers"))
+    if facts is None or facts.latent or others:
         return F16
     holds, _ = resolver.planned(methods.library, method, options, config, header)
     types = []

@@ -354,7 +354,8 @@ def _declared(
     program: str, user: User, asked: str, header: gguf_header.Header | None, chosen: resolver.Resolved, *, remote: bool
 ) -> list[str]:
     """-ctk and -ctv, as --kv-opt declare= says or by themselves. A server puts away more prompts in a smaller type.
-    Other programs keep f16, whose states every method reads.
+    Other programs keep f16, whose states every method reads. So does a server that may leave layers to llama.cpp (-ngl,
+    or --fit on a GPU), whose own cache would take the type at its word.
     """
     given = user.values(("-ctk", "--cache-type-k"), "LLAMA_ARG_CACHE_TYPE_K")
     given += user.values(("-ctv", "--cache-type-v"), "LLAMA_ARG_CACHE_TYPE_V")
@@ -362,7 +363,9 @@ def _declared(
         if asked:
             raise LaunchError(f"--kv-opt declare={asked} and -ctk or -ctv {given[0]} both name a type: drop one")
         return []
-    kind = asked or (declared.AUTO if program == "llama-server" and not remote else "f16")
+    leaves = remote or user.has(("-ngl", "--gpu-layers", "--n-gpu-layers", "-ot", "--override-tensor"))
+    leaves = leaves or "LLAMA_ARG_N_GPU_LAYERS" in user.environ or refusals.on_gpu()
+    kind = asked or (declared.AUTO if program == "llama-server" and not leaves else "f16")
     k, v = kind, kind
     if kind == declared.AUTO:
         k, v = declared.smallest(header, chosen.method, chosen.opts, chosen.file) if header else declared.F16
