@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ggml_kvq import Model
@@ -45,6 +46,20 @@ def test_every_example_is_run_here() -> None:
 def test_examples_say_how_to_run_them(path: Path) -> None:
     doc = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert f"python examples/{path.name}" in doc
+
+
+def test_the_notebook_runs_and_says_what_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells one behind the other, as Jupyter runs them, in the top folder of the repository."""
+    monkeypatch.chdir(ROOT)
+    cells = json.loads((EXAMPLES / "first_hour.ipynb").read_text())["cells"]
+    assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code"), "commit it without outputs"
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    found = names["found"]
+    assert found["f16"] < 0.001 < found["kivi, 4 bits"] < found["kivi, 2 bits"]
+    assert found["mine, 4 bits"] < found["mine, 3 bits"] < found["mine, 2 bits"]
 
 
 def test_generate() -> None:
