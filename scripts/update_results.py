@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from ggml_kvq import bench, budget, fits, plotting
+from ggml_kvq import bench, fits, plotting
 from ggml_kvq.evaluate import results
 from ggml_kvq.evaluate.specs import parse
 
@@ -119,8 +119,15 @@ def between(text: str, marker: str, table: str) -> str:
 
 def fits_table() -> str:
     """Which context fits, as `ggml-kvq plan --markdown` prints it."""
-    memories = [(text, budget.size(text, "--memory")) for text in fits.MEMORIES]
-    return fits.table(fits.KNOWN, memories, [parse(c) for c in fits.CACHES], markdown=True)
+    return fits.table(
+        fits.KNOWN, [fits.memory_of(x) for x in fits.MEMORIES], [parse(c) for c in fits.CACHES], markdown=True
+    )
+
+
+def large_fits_table() -> str:
+    """The same of larger models, on one or two cards, as `ggml-kvq plan --large --markdown` prints it."""
+    memories = [fits.memory_of(x) for x in fits.MEMORIES_OF_LARGE]
+    return fits.table(fits.LARGE, memories, [parse(c) for c in fits.CACHES], markdown=True)
 
 
 def page(rows: list[results.Row], speed: list[results.Row], real: real_tables.Models) -> str:
@@ -222,7 +229,8 @@ def main() -> int:
         for other in (ROOT / "docs" / "comparison.md", ROOT / "docs" / "index.md"):
             files[other] = between(other.read_text(encoding="utf-8"), "real", real_tables.readme(real))
     files[readme] = between(old, "fits", contexts)
-    files[fit_page] = between(fit_page.read_text(encoding="utf-8"), "fits", contexts)
+    text = between(fit_page.read_text(encoding="utf-8"), "fits", contexts)
+    files[fit_page] = between(text, "large fits", large_fits_table())
     stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if args.check:
         for path in stale:

@@ -33,9 +33,39 @@ def test_the_table_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     assert words in (ROOT / "docs" / "index.md").read_text()
 
 
+def test_the_table_of_large_models(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--large", "--markdown")
+    assert code == 0 and len(out.splitlines()) == 2 + len(fits.LARGE) * len(fits.MEMORIES_OF_LARGE)
+    found = re.search(
+        r"<!-- large fits -->\n(.*?)<!-- /large fits -->", (ROOT / "docs" / "fits.md").read_text(), re.DOTALL
+    )
+    assert found and found[1] == out, "run: python scripts/update_results.py"
+
+
+@pytest.mark.parametrize("known", fits.LARGE, ids=lambda k: k.name)
+def test_cards_share_the_layers(known: fits.Known) -> None:
+    """By hand: of n layers and the output a card of two holds half, rounded up: the cache of that many layers."""
+    layers, spec, gib = known.facts.n_layer, SPECS[0], 24
+    n = layers + 1
+    most = {33: 17, 65: 33, 81: 41}[n]
+    got = fits.longest(known, spec, gib * GIB, n_cards=2)
+    plan, room = fits.planner(spec, known.facts.n_layer), (gib - 1) * GIB
+    assert 0 < got <= known.facts.n_ctx_train
+    for n_ctx, holds in ((got, True), (got + memory.STEP, got == known.facts.n_ctx_train)):
+        need = memory.need(known.facts, plan, n_ctx)
+        assert (need.weights * most / n + need.cache * most / layers + need.mask <= room) == holds
+    assert fits.longest(known, spec, gib * GIB) < got or got == known.facts.n_ctx_train
+
+
+def test_a_number_of_cards_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [fits.memory_of(x).n_cards for x in ("12G", "2x12G", "4 x 8 GiB")] == [1, 2, 4]
+    code, _, err = run(capsys, "--memory", "0x12G")
+    assert code == 2 and "--memory 0x12G is no size" in err
+
+
 def test_the_shapes_in_the_docs() -> None:
     text = (ROOT / "docs" / "fits.md").read_text()
-    for known in fits.KNOWN:
+    for known in (*fits.KNOWN, *fits.LARGE):
         facts = known.facts
         _, heads, size, _ = (facts.full or facts.windowed)[0]
         row = re.search(rf"^\| {re.escape(known.name.removesuffix(' Q4_K_M'))} \|(.*)\|$", text, re.MULTILINE)

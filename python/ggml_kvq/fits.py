@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import gguf_header, llama, memory, methods, resolver
+from . import budget, gguf_header, llama, memory, methods, resolver
 
 if TYPE_CHECKING:
     from .evaluate.specs import CacheSpec
@@ -17,6 +17,7 @@ GIB = 1 << 30
 RESERVE = GIB  # for what is neither weights nor cache nor mask: see RESERVE_WORDS
 RESERVE_WORDS = "compute buffers (logits of a batch, activations), driver, display"
 MEMORIES = ("8G", "12G", "24G")
+MEMORIES_OF_LARGE = ("16G", "24G", "2x12G", "2x16G", "2x24G")
 # Bits count at 131072 tokens. Means are counted, as models have them measured.
 CACHES = (
     "f16",
@@ -54,6 +55,30 @@ KNOWN = (
 )
 
 
+# Shapes for which one card is often not enough; contexts without YaRN.
+LARGE = (
+    _known("Llama 3.1 8B Q8_0", 8540, 32, 8, 128, 131072),
+    _known("Qwen3 32B Q4_K_M", 19760, 64, 8, 128, 40960),
+    _known("Llama 3.3 70B Q4_K_M", 42520, 80, 8, 128, 131072),
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory as it was written, its bytes and how many cards have as much."""
+
+    text: str
+    n_bytes: int
+    n_cards: int = 1
+
+
+def memory_of(text: str) -> Memory:
+    """ "12G", or "2x12G" for two cards. BudgetError."""
+    cards = re.fullmatch(r"\s*([1-9]\d?)\s*x\s*(.*)", text)
+    n_bytes = budget.size(cards[2] if cards else text, "--memory")
+    return Memory(text, n_bytes, int(cards[1]) if cards else 1)
+
+
 def of_file(path: Path) -> Known:
     """What counts of a GGUF file, all parts of a split one. GgufError when it keeps no KV cache."""
     header = gguf_header.read(path, tensors=True)
@@ -83,12 +108,14 @@ def planner(spec: CacheSpec, n_layer: int, header: gguf_header.Header | None = N
     return plan
 
 
-def longest(known: Known, spec: CacheSpec, n_bytes: int, *, reserve: int = RESERVE, n_ubatch: int = 512) -> int:
-    """The longest context, in tokens, whose cache fits into n_bytes beside the weights, the mask of a batch and
-    `reserve`; at most what the model was trained for. 0: not even 256 tokens fit. MethodError.
+def longest(
+    known: Known, spec: CacheSpec, n_bytes: int, *, reserve: int = RESERVE, n_ubatch: int = 512, n_cards: int = 1
+) -> int:
+    """The longest context, in tokens, whose cache fits into n_bytes of each card beside the weights, the mask of a
+    batch and `reserve`; at most what the model was trained for. 0: not even 256 tokens fit. MethodError.
     """
     plan = planner(spec, known.facts.n_layer, known.header)
-    got = memory.longest(known.facts, plan, n_bytes - reserve, n_ubatch=n_ubatch)
+    got = memory.longest(known.facts, plan, n_bytes - reserve, n_ubatch=n_ubatch, n_cards=n_cards)
     return min(got, known.facts.n_ctx_train) if known.facts.n_ctx_train else got
 
 
@@ -102,19 +129,21 @@ def words(n_ctx: int, most: int) -> str:
 
 def table(
     models: Sequence[Known],
-    memories: Sequence[tuple[str, int]],
+    memories: Sequence[Memory],
     specs: Sequence[CacheSpec],
     *,
     markdown: bool,
     reserve: int = RESERVE,
     n_ubatch: int = 512,
 ) -> str:
-    """Contexts by model and memory (its words, its bytes), a column a cache. MethodError."""
+    """Contexts by model and memory, a column a cache. MethodError."""
     from .evaluate import results
 
     rows = []
     for known in models:
-        for text, n_bytes in memories:
-            fit = [longest(known, spec, n_bytes, reserve=reserve, n_ubatch=n_ubatch) for spec in specs]
-            rows.append([f"{known.name}, {text}", *[words(n, known.facts.n_ctx_train) for n in fit]])
+        for m in memories:
+            fit = [
+                longest(known, spec, m.n_bytes, reserve=reserve, n_ubatch=n_ubatch, n_cards=m.n_cards) for spec in specs
+            ]
+            rows.append([f"{known.name}, {m.text}", *[words(n, known.facts.n_ctx_train) for n in fit]])
     return results.table(["model, memory", *[spec.label for spec in specs]], rows, markdown=markdown)

@@ -5,6 +5,7 @@ Without it llama.cpp moves layers off the device that compresses them, or the ma
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,13 +167,24 @@ def need(m: Model, plan: Plan, n_ctx: int, *, n_stream: int = 1, n_ubatch: int =
     return Need(cache // 2 if m.latent else cache, n_cells * n_stream * n_ubatch * 2 // n_stream, m.weights)
 
 
-def longest(m: Model, plan: Plan, free: int, *, n_stream: int = 1, n_ubatch: int = 512) -> int:
-    """The longest context (tokens, a multiple of 256 a stream) that takes at most `free` bytes; 0 when none does."""
+def on_fullest(m: Model, x: Need, n_cards: int) -> int:
+    """Bytes on the card that holds most, of cards that share a model's layers evenly (-sm layer; the output counts as
+    a layer, and has no cache). Every card has a mask of its own.
+    """
+    n = m.n_layer + 1
+    most = -(-n // n_cards)
+    return math.ceil(x.weights * most / n + x.cache * min(most, m.n_layer) / m.n_layer) + x.mask
+
+
+def longest(m: Model, plan: Plan, free: int, *, n_stream: int = 1, n_ubatch: int = 512, n_cards: int = 1) -> int:
+    """The longest context (tokens, a multiple of 256 a stream) that takes at most `free` bytes of each of n_cards
+    cards; 0 when none does.
+    """
     step = STEP * n_stream
     low, high = 0, MOST // step
     while low < high:
         mid = (low + high + 1) // 2
-        if need(m, plan, mid * step, n_stream=n_stream, n_ubatch=n_ubatch).total <= free:
+        if on_fullest(m, need(m, plan, mid * step, n_stream=n_stream, n_ubatch=n_ubatch), n_cards) <= free:
             low = mid
         else:
             high = mid - 1

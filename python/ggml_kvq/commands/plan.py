@@ -15,8 +15,13 @@ def register(subparsers: Any) -> None:
     p = subparsers.add_parser("plan", help=HELP, description=HELP + ". Nothing is loaded, nothing is run.")
     p.add_argument("-m", "--model", help="GGUF model, hf:owner/repo/file.gguf or a name (default: well-known shapes)")
     p.add_argument(
-        "--memory", action="append", default=[], metavar="SIZE", help="as 8G, repeatable (default: 8G, 12G, 24G)"
+        "--memory",
+        action="append",
+        default=[],
+        metavar="SIZE",
+        help="as 8G, or 2x12G for two cards that share the layers; repeatable (default: 8G, 12G, 24G)",
     )
+    p.add_argument("--large", action="store_true", help="shapes of 8B to 70B and one or two cards by default")
     p.add_argument(
         "--cache",
         action="append",
@@ -44,19 +49,21 @@ def run(args: argparse.Namespace) -> int:
     from .. import budget, fits, hub
     from ..evaluate.specs import parse_built
 
-    memories = [(text, budget.size(text, "--memory")) for text in args.memory or fits.MEMORIES]
+    usual = fits.MEMORIES_OF_LARGE if args.large else fits.MEMORIES
+    memories = [fits.memory_of(text) for text in args.memory or usual]
     reserve = 0 if args.reserve.strip() == "0" else budget.size(args.reserve, "--reserve")
     specs = [parse_built(text, "layout") for text in args.cache or fits.CACHES]
     for spec in specs:
         spec.check()
-    models = [fits.of_file(Path(hub.resolve(args.model)))] if args.model else list(fits.KNOWN)
+    known_shapes = fits.LARGE if args.large else fits.KNOWN
+    models = [fits.of_file(Path(hub.resolve(args.model)))] if args.model else list(known_shapes)
     ub = args.ubatch_size
     print(fits.table(models, memories, specs, markdown=args.markdown, reserve=reserve, n_ubatch=ub))
     for known in models:
-        for text, n_bytes in memories:
-            if known.facts.weights + reserve >= n_bytes and not args.markdown:
+        for m in memories:
+            if known.facts.weights + m.n_cards * reserve >= m.n_cards * m.n_bytes and not args.markdown:
                 print(
-                    f"\n{known.name} does not fit into {text}: {budget.words(known.facts.weights)} of weights and"
+                    f"\n{known.name} does not fit into {m.text}: {budget.words(known.facts.weights)} of weights and"
                     f" --reserve {args.reserve}"
                 )
     if not args.markdown:
