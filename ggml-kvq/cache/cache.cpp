@@ -28,6 +28,7 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device) :
         layers.emplace_back(new kvq_kv_layer);
         layers.back()->ordinal = (int) layers.size() - 1;
         layers.back()->d = d;
+        layers.back()->some_heads = kvq_is_part(model, d);
         is_ok = is_ok && build(*layers.back());
     }
     const auto state = config.options.values.find("state");
@@ -54,6 +55,13 @@ int kvq_kv_cache::number_of(const kvq_kv_cache * cache) {
     std::lock_guard<std::mutex> lock(live_mutex);
     const auto found = std::find(live.begin(), live.end(), cache);
     return found == live.end() ? -1 : (int) (found - live.begin());
+}
+
+kvq_kv_cache * kvq_kv_cache::youngest(const std::string & device_name, int il) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    const auto found = std::find_if(
+        live.rbegin(), live.rend(), [&](kvq_kv_cache * c) { return c->device_name == device_name && c->layer(il); });
+    return found == live.rend() ? nullptr : *found;
 }
 
 bool kvq_kv_cache::waits_to_seal() const {
@@ -120,10 +128,20 @@ static bool keeps_pairs(const kvq_order & order, const kvq_rope & rope, const kv
     return true;
 }
 
+static bool has_sealed(const kvq_lane & lane) {
+    const kvq_lane_layout & l = lane.layout();
+    for (int s = 0; s < l.n_stream; s++) {
+        for (int p = 0; p * l.page_cells < l.n_cells; p++) {
+            if (lane.state(s, p) == KVQ_PAGE_SEALED) { return true; }
+        }
+    }
+    return false;
+}
+
 bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string & err) {
     kvq_rotor *& rotor = l.transforms[0]->rotor;
     if (rope.n_dims == 0 ? !rotor : rotor && rotor->rope() == rope) { return true; }
-    if (counters.n_sealed) {
+    if (has_sealed(*l.k)) { // other layers of a graph that comes in parts may have sealed
         err = "layer " + std::to_string(l.d.il) +
             " changed its rotary embedding after keys were stored: clear the cache first";
         return false;
@@ -249,6 +267,18 @@ void kvq_kv_layer::seal(int n_threads) {
 void kvq_kv_cache::commit(int threads) {
     n_threads = threads;
     for (auto & l : layers) { // graph order: owners of shared codes first
+        if (!l->is_unread()) { l->seal(n_threads); }
+    }
+    device.flush();
+}
+
+void kvq_kv_cache::commit(int threads, const std::vector<kvq_kv_layer *> & some) {
+    if (some.size() == layers.size() || chain()) { // predicted layers seal together
+        commit(threads);
+        return;
+    }
+    n_threads = threads;
+    for (kvq_kv_layer * l : some) {
         if (!l->is_unread()) { l->seal(n_threads); }
     }
     device.flush();

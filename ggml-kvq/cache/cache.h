@@ -48,6 +48,8 @@ struct kvq_kv_layer {
     kvq_query_sums queries;
     // channels of the blocks by which llama.cpp turns keys and values (host/turned.h), 0: it does not
     int turn[2] = { 0, 0 };
+    // Of -sm tensor: rows are parts of a state's rows, and no part of a row can carry or check the checksum.
+    bool some_heads = false;
     const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may lack a parent
 
     void read() { unread[0] = unread[1] = false; } // attention has
@@ -93,9 +95,13 @@ public:
         std::vector<kvq_chain_pages> lanes; // [stream][keys, values]
     };
 
-    void commit(int threads);   // layers that are unread wait
+    void commit(int threads); // layers that are unread wait
+    // Of these layers alone, where a graph is a part of a model: looking at all of them takes longer than its work.
+    void commit(int threads, const std::vector<kvq_kv_layer *> & some);
     bool waits_to_seal() const; // for the scores that attention leaves on the device
     static bool is_alive(const kvq_kv_cache * cache) { return number_of(cache) >= 0; }
+    // The youngest on this device that has this layer; NULL: there is no such cache
+    static kvq_kv_cache * youngest(const std::string & device_name, int il);
     static int number_of(const kvq_kv_cache * cache); // as kvq_cache_stats counts; -1: it is gone
     void clear();
     kvq_stats stats() const;

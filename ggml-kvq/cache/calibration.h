@@ -31,8 +31,10 @@ struct kvq_calibration {
     };
     std::map<int, layer> layers;
     std::string path, predictor;
-    // il: a layer of this plan, prev: the one before it in the cache or -1; width_v 0: not known yet
-    bool fits(int il, int prev, const kvq_layer_plan & plan, int width_k, int width_v, std::string & err) const;
+    // il: a layer of this plan, prev: the one before it in the cache or -1; width_v 0: not known yet; part: a device
+    // has some heads of a layer (host/share.cpp)
+    bool fits(
+        int il, int prev, const kvq_layer_plan & plan, int width_k, int width_v, bool part, std::string & err) const;
     void pack(int bits, bool values, bool fold); // predictors for kernels
 };
 

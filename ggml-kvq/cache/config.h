@@ -32,10 +32,14 @@ struct kvq_model_info {
     int latent = 0, latent_swa = 0;
     int latent_of(int n_embd_k) const; // of a cache that keeps keys of this width, 0: no latent attention
     int n_head_kv = 0;                 // of the layer that has most, 0: unknown
-    int indexer_key = 0;               // width of the keys of sparse attention's indexer, 0: no indexer
-    int window = 0;                    // cells that sliding-window layers see, 0: no layer has a window
-    int n_layer_nextn = 0;             // last layers, for multi-token prediction
-    std::vector<uint8_t> attends;      // per layer: it has attention; empty: every layer has, as far as the file tells
+    std::vector<int> n_heads_kv;       // per layer; empty: all have as many
+    int heads_of(int il) const {
+        return il >= 0 && (size_t) il < n_heads_kv.size() ? n_heads_kv[(size_t) il] : n_head_kv;
+    }
+    int indexer_key = 0;          // width of the keys of sparse attention's indexer, 0: no indexer
+    int window = 0;               // cells that sliding-window layers see, 0: no layer has a window
+    int n_layer_nextn = 0;        // last layers, for multi-token prediction
+    std::vector<uint8_t> attends; // per layer: it has attention; empty: every layer has, as far as the file tells
 
     int n_attention() const;     // layers with attention
     int number_of(int il) const; // of layer il among them

@@ -191,6 +191,11 @@ kvq_status kvq_cache_draft::level_of(const kvq_draft_layer & d, int & level) {
     return levels.find(level, err);
 }
 
+bool kvq_is_part(const kvq_model_info & model, const kvq_draft_layer & d) {
+    const int heads = model.heads_of(d.il), whole = heads * model.head_size_k, windowed = heads * model.head_size_k_swa;
+    return !d.latent && whole && d.n_embd_k != windowed && d.n_embd_k < whole;
+}
+
 // of the last layer
 size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
     if (d.level < 0 && level_of(d, d.level) != KVQ_OK) { return 0; }
@@ -207,7 +212,10 @@ size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
     const int prev = layers.size() > 1 ? layers[layers.size() - 2].il : -1;
     kvq_lane_layout & l = value ? d.v : d.k;
     l = kvq_make_lane_layout(d.plan, value, d.shape.n_head_kv, d.n_cells, d.n_stream);
-    if (l.centred && !calibration->fits(d.il, prev, d.plan, d.n_embd_k, value ? d.n_embd_v : 0, err)) { return 0; }
+    if (l.centred &&
+        !calibration->fits(d.il, prev, d.plan, d.n_embd_k, value ? d.n_embd_v : 0, kvq_is_part(model, d), err)) {
+        return 0;
+    }
     if (!fits(d, value, l)) { return 0; }
     return l.bytes();
 }

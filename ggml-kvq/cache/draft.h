@@ -86,5 +86,8 @@ private:
     kvq_lane_id last; // the tensor asked for before this one
 };
 
+// Fewer heads than the model's layer has, as far as its file tells: others lie on other devices.
+bool kvq_is_part(const kvq_model_info & model, const kvq_draft_layer & d);
+
 // What a method may know of a layer; prev: the one before it in the same cache, or NULL.
 kvq_layer_context kvq_context_of(const kvq_model_info & model, const kvq_draft_layer & d, const kvq_draft_layer * prev);

@@ -45,10 +45,10 @@ struct kvq_backend_context {
     bool (*abort)(void *) = nullptr; // ends a graph early
     void * abort_data = nullptr;
     std::shared_ptr<struct kvq_kept_step> kept;
-    void * stream = nullptr;               // the inner backend's: our kernels run between its own
-    bool idle = false;                     // nothing was asked of the stream since it was waited for
-    struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
-    std::vector<kvq_kv_cache *> late;      // whose last layer has not sealed (kvq_seal_late)
+    void * stream = nullptr;                 // the inner backend's: our kernels run between its own
+    bool idle = false;                       // nothing was asked of the stream since it was waited for
+    struct kvq_cuda_steps * steps = nullptr; // graphs that are recorded and replayed (cuda_step.cpp)
+    std::vector<kvq_kv_cache *> late;        // whose last layer has not sealed (kvq_seal_late)
     // contexts of the buffers that the graph of this uid uses (cuda_inputs.cpp)
     std::vector<const void *> memory;
     uint64_t memory_uid = 0;
@@ -84,17 +84,26 @@ void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device);
 
 // graph.cpp
 bool kvq_is_view_op(ggml_op op);
+// Tells the layer what rotary embedding the rows being written went through; NULL in *rope: they went through none.
+bool kvq_learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t,
+    const ggml_tensor ** rope, std::string & err);
 bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op);
 ggml_status kvq_compute_graph(kvq_backend_context & backend, ggml_cgraph * graph);
 ggml_backend_dev_t kvq_ggml_cpu(void);       // ggml's; NULL: there is none
 void kvq_seal_late(kvq_backend_context & b); // what a step left to the next one, or to whoever waits for the device
 // before a step on these, and behind it; false: out of memory, and told
 bool kvq_has_sealed(kvq_backend_context & b, const std::vector<kvq_kv_cache *> & caches);
+bool kvq_has_memory(const std::vector<kvq_kv_cache *> & caches); // false: to seal there was none, and that is told
 // straight: the rows are not turned (turned.h)
 bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, bool straight);
 // their pages are open already, and their cells below n_kv
 bool kvq_rows_stay_open(
     const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, int n_kv, bool or_empty);
+
+// share.cpp, with -sm tensor: calibrated data of the heads that this device has; false: they are not there, and told
+bool kvq_take_share(const kvq_device_context * dev, kvq_cache_draft & draft);
+bool kvq_is_over_devices(const ggml_tensor * t);
+void kvq_learn_part(const kvq_device_context & dev, const ggml_tensor * op);
 
 // remote.cpp: what a client on another machine asks, who names no tensors before he sends a graph
 struct kvq_found_cache {

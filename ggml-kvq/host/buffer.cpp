@@ -129,6 +129,49 @@ static void get_tensor(
     }
 }
 
+// n pieces of `size` bytes, `stride` bytes from one to the next in the tensor and `stride_data` in memory: with
+// -sm tensor those that a device has of each row. Pieces that follow each other in a cache go as one.
+static void set_tensor_2d(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset,
+    size_t size, size_t n, size_t stride, size_t stride_data) {
+    ggml_backend_buffer_t const inner = context(buffer)->inner;
+    if (inner && inner->iface.set_tensor_2d) {
+        const size_t nb = (n - 1) * stride + size;
+        kvq_note_written(*context(buffer), tensor, offset, nb);
+        kvq_cuda_settle_inputs(*context(buffer), (char *) tensor->data + offset, nb);
+        context(buffer)->indices.erase(tensor->data);
+        inner->iface.set_tensor_2d(inner, tensor, data, offset, size, n, stride, stride_data);
+        return;
+    }
+    if (!is_cache(buffer, tensor) || stride != size) {
+        for (size_t i = 0; i < n; i++) {
+            set_tensor(buffer, tensor, (const char *) data + i * stride_data, offset + i * stride, size);
+        }
+        return;
+    }
+    std::vector<char> rows(n * size);
+    for (size_t i = 0; i < n; i++) { memcpy(&rows[i * size], (const char *) data + i * stride_data, size); }
+    set_tensor(buffer, tensor, rows.data(), offset, rows.size());
+}
+
+static void get_tensor_2d(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset,
+    size_t size, size_t n, size_t stride, size_t stride_data) {
+    ggml_backend_buffer_t const inner = context(buffer)->inner;
+    if (inner && inner->iface.get_tensor_2d) {
+        kvq_cuda_settle_inputs(*context(buffer), (const char *) tensor->data + offset, (n - 1) * stride + size);
+        inner->iface.get_tensor_2d(inner, tensor, data, offset, size, n, stride, stride_data);
+        return;
+    }
+    if (!is_cache(buffer, tensor) || stride != size) {
+        for (size_t i = 0; i < n; i++) {
+            get_tensor(buffer, tensor, (char *) data + i * stride_data, offset + i * stride, size);
+        }
+        return;
+    }
+    std::vector<char> rows(n * size);
+    get_tensor(buffer, tensor, rows.data(), offset, rows.size());
+    for (size_t i = 0; i < n; i++) { memcpy((char *) data + i * stride_data, &rows[i * size], size); }
+}
+
 // whole streams of one lane are copied as pages; everything else as rows
 static bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tensor * dst) {
     if (!is_cache(buffer, dst)) {
@@ -175,6 +218,8 @@ static const ggml_backend_buffer_i buffer_interface = [] { // by name: members c
     i.memset_tensor = memset_tensor;
     i.set_tensor = set_tensor;
     i.get_tensor = get_tensor;
+    i.set_tensor_2d = set_tensor_2d;
+    i.get_tensor_2d = get_tensor_2d;
     i.cpy_tensor = cpy_tensor;
     i.clear = clear;
     return i;
@@ -226,6 +271,7 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
         }
         return dev.inner && tensor->op != GGML_OP_FLASH_ATTN_EXT ? nb_upstream : ggml_nbytes(tensor);
     }
+    if (!tensor->ne[0]) { return 0; } // with -sm tensor other devices have all heads of this layer
     const auto placed = dev.creation().granted.find(tensor->name);
     if (placed != dev.creation().granted.end()) {
         const size_t nb = placed->second.nb;
@@ -291,7 +337,7 @@ static std::string others_of(kvq_device_context & dev, size_t size, size_t align
     return what;
 }
 
-static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache_draft & draft) {
+static void fill_cache(kvq_device_context & dev, kvq_buffer & b, kvq_cache_draft & draft) {
     if (dev.inner) {
         for (const kvq_draft_layer & d : draft.layers) {
             if (const char * why = kvq_cuda_refuse(d)) {
@@ -300,9 +346,9 @@ static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache
             }
         }
         b.device = kvq_cuda_make_device(dev.ordinal);
-        b.cache.reset(new kvq_kv_cache(draft, *b.device));
     }
-    if (!dev.inner) { b.cache.reset(new kvq_kv_cache(draft, kvq_cpu_device())); }
+    if (!kvq_take_share(&dev, draft)) { return; }
+    b.cache.reset(new kvq_kv_cache(draft, dev.inner ? *b.device : kvq_cpu_device()));
 }
 
 // The reason has been printed. A program behind our launcher would print six lines of its own and end: it ends here.

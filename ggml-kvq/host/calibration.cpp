@@ -302,7 +302,7 @@ kvq_status kvq_calibration_load(
 }
 
 bool kvq_calibration::fits(
-    int il, int prev, const kvq_layer_plan & plan, int width_k, int width_v, std::string & err) const {
+    int il, int prev, const kvq_layer_plan & plan, int width_k, int width_v, bool part, std::string & err) const {
     const auto l = layers.find(il);
     const std::string base = "calibrated data in '" + path + "': kvq.aqua.blk." + std::to_string(il);
     if (l == layers.end()) {
@@ -329,7 +329,13 @@ bool kvq_calibration::fits(
     }
     for (int v = 0; v < 2; v++) {
         const size_t have = (v ? l->second.v_mean : l->second.k_mean).size(), want = (size_t) (v ? width_v : width_k);
-        if (want && have != want) {
+        const bool share = part && want && want < have;
+        if (share && plan.part("chain")) {
+            err = "a predictor takes whole layers, and this device has some heads of layer " + std::to_string(il) +
+                ": run with -sm layer, or predictor=bias";
+            return false;
+        }
+        if (want && have != want && !share) {
             err = base + (v ? ".v" : ".k") + ".bias has " + std::to_string(have) + " values, the model's layer " +
                 std::to_string(want);
             return false;

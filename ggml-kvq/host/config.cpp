@@ -133,6 +133,15 @@ static std::string model_of_command_line(void) {
     return by_variable.empty() ? kvq_mapped_model() : by_variable; // -hf, a program of the user's own
 }
 
+static std::vector<int> get_ints(const gguf_context * g, const std::string & key) {
+    const int64_t id = gguf_find_key(g, key.c_str());
+    if (id < 0 || gguf_get_kv_type(g, id) != GGUF_TYPE_ARRAY) { return {}; }
+    const auto type = gguf_get_arr_type(g, id);
+    if (type != GGUF_TYPE_UINT32 && type != GGUF_TYPE_INT32) { return {}; }
+    const int32_t * v = (const int32_t *) gguf_get_arr_data(g, id);
+    return std::vector<int>(v, v + gguf_get_arr_n(g, id));
+}
+
 static int64_t get_int(const gguf_context * g, const std::string & key, int64_t missing) {
     const int64_t id = gguf_find_key(g, key.c_str());
     if (id < 0) { return missing; }
@@ -143,10 +152,7 @@ static int64_t get_int(const gguf_context * g, const std::string & key, int64_t 
     case GGUF_TYPE_UINT64: return (int64_t) gguf_get_val_u64(g, id);
     case GGUF_TYPE_ARRAY: { // per layer: the largest
         int64_t top = missing;
-        const auto type = gguf_get_arr_type(g, id);
-        if (type != GGUF_TYPE_UINT32 && type != GGUF_TYPE_INT32) { return missing; }
-        const int32_t * v = (const int32_t *) gguf_get_arr_data(g, id);
-        for (size_t i = 0; i < gguf_get_arr_n(g, id); i++) { top = std::max<int64_t>(top, v[i]); }
+        for (const int x : get_ints(g, key)) { top = std::max<int64_t>(top, x); }
         return top;
     }
     default: return missing;
@@ -234,6 +240,7 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
         out.latent_swa = (int) get_int(g, a + "attention.kv_lora_rank_swa", out.latent);
     }
     out.n_head_kv = (int) get_int(g, a + "attention.head_count_kv", n_head);
+    out.n_heads_kv = get_ints(g, a + "attention.head_count_kv");
     out.indexer_key = (int) get_int(g, a + "attention.indexer.key_length", 0);
     out.window = (int) get_int(g, a + "attention.sliding_window", 0);
     out.n_layer_nextn = (int) std::clamp<int64_t>(get_int(g, a + "nextn_predict_layers", 0), 0, out.n_layer);

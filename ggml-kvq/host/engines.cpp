@@ -19,7 +19,8 @@ const std::string & kvq_cuda_error(kvq_kv_cache &) {
 void kvq_cuda_no_inner_graph(ggml_backend_t, const ggml_cgraph *) {}
 ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) { return kvq_compute_graph(b, graph); }
 void kvq_cuda_step_flush(kvq_backend_context &) {}
-void kvq_cuda_step_free(kvq_cuda_step *) {}
+void kvq_cuda_steps_free(kvq_cuda_steps *) {}
+void * kvq_cuda_comm(const char *) { return nullptr; }
 bool kvq_cuda_hold_input(kvq_buffer &, int, void *, const void *, size_t) { return false; }
 void kvq_cuda_settle_inputs(kvq_buffer &, const void *, size_t) {}
 void kvq_cuda_drop_inputs(kvq_buffer &) {}

@@ -18,7 +18,13 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer
 void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
 const std::string & kvq_cuda_error(kvq_kv_cache & cache);
 void * kvq_cuda_stream(ggml_backend_t inner);
+ggml_guid_t kvq_cuda_guid(void);            // of our backends
 ggml_backend_reg_t kvq_cuda_upstream(void); // of ggml-cuda, in whatever file; NULL: the process has none
+
+// cuda_between.cpp: what devices do with each other. comm: a function that llama.cpp asks a registry for, NULL: no such
+void kvq_cuda_link_devices(ggml_backend_device_i & i);
+void kvq_cuda_link_backends(ggml_backend_i & i);
+void * kvq_cuda_comm(const char * name);
 
 // it would record this part on its own
 void kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part);
@@ -34,4 +40,4 @@ void kvq_cuda_drop_inputs(kvq_buffer & b);
 // cuda_step.cpp: as kvq_compute_graph, steps that repeat as one CUDA graph
 ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph);
 void kvq_cuda_step_flush(kvq_backend_context & b); // of a recording: rows that are still held back go first
-void kvq_cuda_step_free(struct kvq_cuda_step * step);
+void kvq_cuda_steps_free(struct kvq_cuda_steps * steps);

@@ -27,9 +27,6 @@ bool kvq_is_view_op(ggml_op op) {
         op == GGML_OP_TRANSPOSE;
 }
 
-static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t,
-    const ggml_tensor ** rope, std::string & err);
-
 // Does the other device take this node? `unplaced`: operands in buffers of ours are shown without one. They are host
 // memory, but our buffer type, which caches have as well, cannot say so.
 static bool takes(ggml_backend_dev_t other, const ggml_tensor * op, bool unplaced) {
@@ -50,6 +47,7 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     }
     ggml_backend_dev_t const others = dev.inner ? dev.inner : kvq_ggml_cpu();
     kvq_target t = kvq_find_target(op);
+    if (!t.ours) { kvq_learn_part(dev, op); }
     if (kvq_is_view_op(op->op)) {
         return others || t.ours || (!op->buffer && !op->view_src) ||
             (op->view_src && kvq_buft_is_ours(op->view_src->buffer ? op->view_src->buffer->buft : nullptr)) ||
@@ -86,7 +84,7 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     }
     if (why.empty() && op->op == GGML_OP_SET_ROWS && t.layer && !t.value && t.layer->d.k.turned) {
         const ggml_tensor * rope;
-        if (learn_rope(kvq_backend_context(), op, t, &rope, why) && rope) {
+        if (kvq_learn_rope(kvq_backend_context(), op, t, &rope, why) && rope) {
             // positions are read when the rows are written: their memory must not hold something else by then
             rope->src[1]->flags |= GGML_TENSOR_FLAG_OUTPUT;
         }
@@ -135,6 +133,9 @@ static kvq_rope rope_of(const kvq_backend_context & b, const ggml_tensor * node)
             kept.assign(f, f + r.n_dims / 2);
         }
         r.freq_factors = kept;
+    } else if (factors && kvq_is_over_devices(factors)) {
+        r.freq_factors.resize((size_t) r.n_dims / 2);
+        ggml_backend_tensor_get(factors, r.freq_factors.data(), 0, r.freq_factors.size() * sizeof(float));
     } else if (factors) {
         const float * f = (const float *) factors->data;
         r.freq_factors.assign(f, f + r.n_dims / 2);
@@ -142,8 +143,7 @@ static kvq_rope rope_of(const kvq_backend_context & b, const ggml_tensor * node)
     return r;
 }
 
-// Tells the layer what rotary embedding the rows being written went through; NULL in *rope: none.
-static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t,
+bool kvq_learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t,
     const ggml_tensor ** rope, std::string & err) {
     const ggml_tensor * x = kvq_before_turn(set_rows->src[0]);
     *rope = x && x->op == GGML_OP_ROPE ? x : nullptr;
@@ -170,7 +170,8 @@ static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_ro
         return false;
     }
     if (x->src[2] &&
-        (!x->src[2]->data || !x->src[2]->buffer || (!b.inner && !ggml_backend_buffer_is_host(x->src[2]->buffer)))) {
+        (!x->src[2]->data || !x->src[2]->buffer ||
+            (!b.inner && !kvq_is_over_devices(x->src[2]) && !ggml_backend_buffer_is_host(x->src[2]->buffer)))) {
         return true; // while graphs are only measured
     }
     return t.cache->set_rope(*t.layer, rope_of(b, x), err);
@@ -222,7 +223,7 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
     if (!t.value && t.layer->d.k.turned) {
         const ggml_tensor * rope;
         std::string err;
-        if (!learn_rope(b, node, t, &rope, err)) {
+        if (!kvq_learn_rope(b, node, t, &rope, err)) {
             kvq_report_error(err);
             return false;
         }
@@ -455,6 +456,10 @@ void kvq_seal_late(kvq_backend_context & b) {
 
 bool kvq_has_sealed(kvq_backend_context & b, const std::vector<kvq_kv_cache *> & caches) {
     kvq_seal_late(b);
+    return kvq_has_memory(caches);
+}
+
+bool kvq_has_memory(const std::vector<kvq_kv_cache *> & caches) {
     bool ok = true;
     for (kvq_kv_cache * cache : caches) { ok = !std::exchange(cache->lacks_memory, false) && ok; }
     if (!ok) { kvq_report_memory("sealing"); }
@@ -478,12 +483,14 @@ bool kvq_seal_overdue(kvq_backend_context & b, const kvq_step & step) {
 const char * kvq_part_name(const kvq_step::part & x) { return x.node ? ggml_op_name(x.node->op) : "sealing"; }
 
 void kvq_end_step(kvq_backend_context & b, const kvq_step & step, kvq_run how) {
-    for (kvq_kv_cache * cache : step.caches) {
+    for (size_t i = 0; i < step.caches.size(); i++) {
+        kvq_kv_cache * const cache = step.caches[i];
         if (b.inner && how == kvq_run::EAGER && cache->waits_to_seal()) {
             b.late.push_back(cache); // llama.cpp makes its next step while the device ends this one
         } else if (!kvq_records(how)) {
-            cache->commit(b.n_threads);
+            cache->commit(b.n_threads, step.layers[i]);
         }
+        if (step.layers[i].back() != cache->layers.back().get()) { continue; }
         const std::string trouble = cache->trouble();
         if (!trouble.empty()) { kvq_report_note(trouble); }
     }

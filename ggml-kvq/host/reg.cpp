@@ -164,21 +164,43 @@ static ggml_backend_device_i make_reader_interface(void) {
 
 // ---------------------------------------------------------------- registry
 
-static ggml_backend_device device, reader, draft_device;
+// KVQ_HOST_DEVICES: more of them than one, so that what a split over devices does can be tried without GPUs
+struct host_device {
+    ggml_backend_device device;
+    kvq_device_context context;
+};
+static ggml_backend_device reader;
+static std::vector<std::unique_ptr<host_device>> on_cpu; // KVQ0, KVQ1 ..., then KVQD0 of draft models
+static size_t n_for_models = 0;
 
 static const char * reg_name(ggml_backend_reg_t) { return "KVQ"; }
 static int n_cuda = 0; // devices over CUDA; without any, one on the CPU and its reader
-static size_t reg_count(ggml_backend_reg_t) { return n_cuda ? (size_t) n_cuda : kvq_draft_asked() ? 3 : 2; }
+static size_t reg_count(ggml_backend_reg_t) {
+    return n_cuda ? (size_t) n_cuda : n_for_models + (kvq_draft_asked() ? 2 : 1);
+}
 static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t index) {
     if (n_cuda) { return kvq_cuda_get(index); }
-    ggml_backend_dev_t all[3] = { &device, &reader, &draft_device };
-    return index < reg_count(nullptr) ? all[index] : nullptr;
+    if (index >= reg_count(nullptr)) { return nullptr; }
+    return index == n_for_models ? &reader : &on_cpu[index - (index > n_for_models)]->device;
+}
+
+static void add_on_cpu(ggml_backend_reg_t reg, int ordinal, bool for_draft) {
+    on_cpu.emplace_back(new host_device);
+    host_device & d = *on_cpu.back();
+    d.context.ordinal = ordinal;
+    d.context.for_draft = for_draft;
+    d.context.name = (for_draft ? "KVQD" : "KVQ") + std::to_string(ordinal);
+    d.context.description = for_draft ? "ggml-kvq KV cache of draft models, CPU"
+                                      : std::string("ggml-kvq KV cache, CPU ") + kvq_kernel_name();
+    d.device = { device_interface, reg, &d.context };
+    kvq_init_buffer_type(d.context, &d.device);
 }
 
 static void * reg_proc(ggml_backend_reg_t, const char * name) {
     if (!strcmp(name, "ggml_backend_dev_get_extra_bufts") && n_cuda) { // weights stay in the inner device's buffer type
         return (void *) kvq_cuda_extra_bufts;
     }
+    if (void * comm = n_cuda ? kvq_cuda_comm(name) : nullptr) { return comm; }
     if (!strcmp(name, "ggml_backend_set_abort_callback") && !n_cuda) { return (void *) backend_set_abort_callback; }
     return !strcmp(name, "ggml_backend_set_n_threads") ? (void *) backend_set_n_threads : nullptr;
 }
@@ -223,28 +245,21 @@ static void load_inner(void) {
 
 extern "C" KVQ_API ggml_backend_reg_t ggml_backend_init(void) {
     static ggml_backend_reg reg;
-    static kvq_device_context context, draft_context;
     std::string err;
     if (!serves(__builtin_return_address(0), err)) {
         kvq_report_error(err);
         return nullptr;
     }
-    if (!device.context) {
+    if (!reader.context) {
         reg = { kvq_layout_here.api, reg_interface, nullptr };
         if (kvq_layout_here.newer) {
             kvq_report_note("ggml " + kvq_layout_here.version + " is newer than those that were tested (" +
                 kvq_known_versions() + "); it passed the checks of its structures and operations");
         }
-        context.name = "KVQ0";
-        context.description = std::string("ggml-kvq KV cache, CPU ") + kvq_kernel_name();
-        kvq_init_buffer_type(context, &device);
-        device = { device_interface, &reg, &context };
-        reader = { make_reader_interface(), &reg, &context };
-        draft_context.name = "KVQD0";
-        draft_context.description = "ggml-kvq KV cache of draft models, CPU";
-        draft_context.for_draft = true;
-        kvq_init_buffer_type(draft_context, &draft_device);
-        draft_device = { device_interface, &reg, &draft_context };
+        n_for_models = (size_t) std::clamp(kvq_setting_number(kvq_setting::HOST_DEVICES, 1), 1, 8);
+        for (size_t i = 0; i < n_for_models; i++) { add_on_cpu(&reg, (int) i, false); }
+        add_on_cpu(&reg, 0, true);
+        reader = { make_reader_interface(), &reg, &on_cpu[0]->context };
         load_inner();
         n_cuda = kvq_cuda_init(&reg);
     }

@@ -61,7 +61,7 @@ static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell,
     const kvq_lane_layout & l = lane.layout();
     kvq_mark_rows_view v = { rows, n, lanes.row, l.codec.head_size };
     const int k = kvq_mark_rows(l.codec.head_size), pc = l.page_cells, plane = lane.mark_plane();
-    if (l.is_f16() || n >= 1 << 24) { return; }
+    if (l.is_f16() || n >= 1 << 24 || t.layer->some_heads) { return; }
     std::vector<uint64_t> hashes((size_t) n);
     const auto hash_all = [&] { kvq_mark_hashes(rows, n, lanes.row, threads_of(t), hashes.data()); };
     if (l.evicts) {
@@ -155,6 +155,10 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
     }
     for (auto f = open.begin(); f != open.end();) {
         const kvq_mark & m = f->mark;
+        if (t.layer->some_heads) { // it is the sum of whole rows
+            f = open.erase(f);
+            continue;
+        }
         const size_t from = (size_t) (f->at - m.row);
         if (from + (size_t) m.n > in.marks.hashes.size()) {
             ++f;

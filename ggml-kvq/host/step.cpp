@@ -80,6 +80,18 @@ static bool reads_cache(const ggml_tensor * node) {
     return std::any_of(node->src, node->src + GGML_MAX_SRC, is_cache);
 }
 
+// Of -sm tensor, where llama.cpp asks nobody for the nodes of a device: heads that are not those that were planned.
+static std::string other_heads(const ggml_tensor * node, const kvq_target & t) {
+    const ggml_tensor *k = node->src[1], *v = node->src[2];
+    const kvq_layer_shape & s = t.layer->d.shape;
+    if (t.layer->d.latent || (k->ne[2] == s.n_head_kv && k->ne[0] == s.head_size_k && v->ne[0] == s.head_size_v)) {
+        return "";
+    }
+    return "layer " + std::to_string(t.layer->d.il) + " has " + std::to_string(k->ne[2]) + " KV heads of " +
+        std::to_string(k->ne[0]) + ", and its rows were planned as " + std::to_string(s.n_head_kv) + " of " +
+        std::to_string(s.head_size_k) + ": run with -sm layer";
+}
+
 namespace {
 
 // Puts parts in order. What lies between our nodes becomes one part; views compute nothing.
@@ -108,9 +120,13 @@ struct step_maker {
                 std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") is not on a cache of ours";
             return;
         }
-        if (std::find(step.caches.begin(), step.caches.end(), t.cache) == step.caches.end()) {
+        const size_t c = (size_t) (std::find(step.caches.begin(), step.caches.end(), t.cache) - step.caches.begin());
+        if (c == step.caches.size()) {
             step.caches.push_back(t.cache);
+            step.layers.emplace_back();
         }
+        std::vector<kvq_kv_layer *> & layers = step.layers[c];
+        if (std::find(layers.begin(), layers.end(), t.layer) == layers.end()) { layers.push_back(t.layer); }
         if (unsealed.layer) { seal(unsealed); }
         unsealed = {};
         switch (node->op) {
@@ -118,7 +134,10 @@ struct step_maker {
             t.layer->turn[t.value] = t.layer->d.declared[t.value].is_f16() ? 0 : kvq_turn_of(node->src[0]);
             step.parts.push_back({ kvq_step::WRITE, i, i + 1, node, t });
             break;
-        case GGML_OP_FLASH_ATTN_EXT: step.parts.push_back({ kvq_step::ATTEND, i, i + 1, node, t }); break;
+        case GGML_OP_FLASH_ATTN_EXT:
+            step.why_not = other_heads(node, t);
+            step.parts.push_back({ kvq_step::ATTEND, i, i + 1, node, t });
+            break;
         case GGML_OP_CPY:
         case GGML_OP_ROPE: step.parts.push_back({ kvq_step::SHIFT, i, i + 1, node, t }); break;
         default: step.why_not = kvq_why_not(node, t); break;

@@ -31,8 +31,9 @@ struct kvq_step {
     std::vector<part> parts;
     std::vector<ggml_tensor *> nodes; // of the graph, copies in place of turns; empty: none is left out
     std::vector<ggml_tensor> copies;
-    std::vector<kvq_kv_cache *> caches; // that it touches
-    std::string why_not;                // a node that we cannot compute; "": none
+    std::vector<kvq_kv_cache *> caches;              // that it touches
+    std::vector<std::vector<kvq_kv_layer *>> layers; // of each of them, in the graph's order
+    std::string why_not;                             // a node that we cannot compute; "": none
 };
 
 // on the CPU: the step of the graph that was computed last

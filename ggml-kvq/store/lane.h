@@ -22,6 +22,8 @@
 #include "reopened.h"
 #include "spans.h"
 
+#include <memory>
+
 struct kvq_counters {
     uint64_t n_sealed = 0, n_reopened = 0, n_forced = 0;
     uint64_t n_placed = 0; // pages that came out of a state as they were sealed
@@ -47,8 +49,9 @@ private:
         const void * p;
         size_t nb;
     };
-    static void fetch(kvq_space & space, const std::vector<piece> & from, std::vector<uint8_t> & to);
-    std::vector<uint8_t> codes_here, params_here, frames_here;
+    using bytes = std::unique_ptr<uint8_t[]>; // not filled with zeros first, as a vector would be
+    static void fetch(kvq_space & space, const std::vector<piece> & from, bytes & to);
+    bytes codes_here, params_here, frames_here;
 };
 
 // Blocks on their way to a lane: at once where that is host memory, else together with flush().

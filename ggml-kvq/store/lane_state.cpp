@@ -13,15 +13,15 @@
 // ---------------------------------------------------------------- bytes on the host
 
 // Neighbours lie side by side where blocks do not move: they come in one piece.
-void kvq_host_pages::fetch(kvq_space & space, const std::vector<piece> & from, std::vector<uint8_t> & to) {
+void kvq_host_pages::fetch(kvq_space & space, const std::vector<piece> & from, bytes & to) {
     size_t nb = 0;
     for (const piece & x : from) { nb += x.nb; }
-    to.resize(nb);
+    to.reset(new uint8_t[nb]);
     size_t at = 0;
     for (size_t i = 0, j; i < from.size(); i = j) {
         size_t run = from[i].nb;
         for (j = i + 1; j < from.size() && from[j].p == (const uint8_t *) from[i].p + run; j++) { run += from[j].nb; }
-        if (run) { space.get(to.data() + at, from[i].p, run); }
+        if (run) { space.get(to.get() + at, from[i].p, run); }
         at += run;
     }
 }
@@ -47,10 +47,10 @@ kvq_host_pages::kvq_host_pages(const kvq_lane & x, int s, int first, int last) :
     size_t n_sealed = 0, n_open = 0;
     for (page & p : at) {
         if (p.params) {
-            p.codes = codes_here.data() + nb_codes * n_sealed;
-            p.params = params_here.data() + nb_params * n_sealed++;
+            p.codes = codes_here.get() + nb_codes * n_sealed;
+            p.params = params_here.get() + nb_params * n_sealed++;
         }
-        if (p.frame) { p.frame = (const uint16_t *) (frames_here.data() + l.nb_frame * n_open++); }
+        if (p.frame) { p.frame = (const uint16_t *) (frames_here.get() + l.nb_frame * n_open++); }
     }
 }
 
@@ -259,16 +259,23 @@ void kvq_lane::read_page(int s, int p, const kvq_host_pages::page & page, int fr
     }
 }
 
+static constexpr size_t NB_READ = 8u << 20;
+
 void kvq_lane::read(int stream, int cell, int n, uint16_t * rows, int n_threads) const {
     const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head;
-    const int pc = l.page_cells, first = cell / pc, last = n > 0 ? (cell + n - 1) / pc : first - 1;
-    const kvq_host_pages pages(*this, stream, first, last);
+    const int pc = l.page_cells, end = n > 0 ? (cell + n - 1) / pc + 1 : 0;
     const bool together = !imager() || imager()->images_together(*this);
-    kvq_parallel_for(last - first + 1, together ? n_threads : 1, [&](int64_t i) {
-        const int p = first + (int) i;
-        const int from = std::max(p * pc, cell), to = std::min((p + 1) * pc, cell + n);
-        read_page(stream, p, pages.at[(size_t) (p - first)], from, to, rows + (size_t) (from - cell) * W);
-    });
+    // of a device some at a time: what came is then still in the processor's cache when it is written out
+    const int most = device.is_host() ? end : std::max(1, (int) (NB_READ / std::max<size_t>(l.nb_frame, 1)));
+    for (int first = cell / pc; first < end; first += most) {
+        const int last = std::min(first + most, end) - 1;
+        const kvq_host_pages pages(*this, stream, first, last);
+        kvq_parallel_for(last - first + 1, together ? n_threads : 1, [&](int64_t i) {
+            const int p = first + (int) i;
+            const int from = std::max(p * pc, cell), to = std::min((p + 1) * pc, cell + n);
+            read_page(stream, p, pages.at[(size_t) (p - first)], from, to, rows + (size_t) (from - cell) * W);
+        });
+    }
     for (const kvq_policy * x : policies) { x->save(*this, stream, cell, n, rows, n_threads); }
 }
 

@@ -45,6 +45,7 @@ VARIABLES = (  # that users set; docs/llama-cpp.md tells what each does
     "GGML_BACKEND_PATH",
 )
 NUMBERS = (
+    "KVQ_HOST_DEVICES",
     "KVQ_FAR_LIMIT",
     "KVQ_QUIET",
     *(f"KVQ_CUDA_{name}" for name in ("GRAPHS", "SHORT", "BYTES", "LISTS", "MEANS", "OBSERVE")),

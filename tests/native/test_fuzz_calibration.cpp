@@ -155,8 +155,8 @@ int main(int argc, char ** argv) {
             return false;
         }
         n_loaded++;
-        n_fit += c.fits(1, 0, plan, WIDTH, WIDTH, err) && c.fits(2, 1, plan, WIDTH, WIDTH, err) &&
-            c.fits(1, 0, folds, WIDTH, WIDTH, err) && c.fits(2, 1, folds, WIDTH, WIDTH, err);
+        n_fit += c.fits(1, 0, plan, WIDTH, WIDTH, false, err) && c.fits(2, 1, plan, WIDTH, WIDTH, false, err) &&
+            c.fits(1, 0, folds, WIDTH, WIDTH, false, err) && c.fits(2, 1, folds, WIDTH, WIDTH, false, err);
         c.pack(below(2) ? 8 : 4, true, below(2));
         for (const auto & l : c.layers) {
             for (const float x : l.second.k_mean) {
