@@ -1,13 +1,12 @@
 // Speed of many sequences at once: each gets a prompt of its own (or a copy of the first one's), then all of them
 // generate together.
-//   bench_batch MODEL DEVICE N_GEN COUNTxLENGTH[,COUNTxLENGTH...] [type=q8_0] [shared] [unified] [each=N] [ubatch=N]
-//       [/ COUNTxLENGTH...]
+//   bench_batch MODEL DEVICE[,DEVICE...][:tensor] N_GEN COUNTxLENGTH[,COUNTxLENGTH...] [type=q8_0] [shared] [unified]
+//       [each=N] [ubatch=N] [/ COUNTxLENGTH...]
 // shared: one prompt, copied to the other sequences of its length; unified: one cache for all; each: tokens of a
 // sequence in a step, as drafts are verified (they stay); ubatch: llama.cpp's batches of a prompt; behind a slash: the
 // next load of the same model. Prints a line for each load: sequences, tokens in the cache, prompt t/s, generated
 // tokens and t/s of all together, ms of a step: least, median, most; MiB of the device that are taken.
-#include "ggml-backend.h"
-#include "llama.h"
+#include "bench_devices.h"
 
 #include <algorithm>
 #include <chrono>
@@ -152,15 +151,10 @@ int main(int argc, char ** argv) {
     }
     llama_log_set(on_log, nullptr);
     ggml_backend_load_all();
-    ggml_backend_dev_t devices[2] = { ggml_backend_dev_by_name(argv[2]), nullptr };
-    if (!devices[0]) {
-        fprintf(stderr, "no device %s\n", argv[2]);
-        return 1;
-    }
-    const double before = mib_free(devices[0]);
+    std::vector<ggml_backend_dev_t> devices;
     llama_model_params mp = llama_model_default_params();
-    mp.devices = devices;
-    mp.n_gpu_layers = 999;
+    if (!bench_devices(argv[2], devices, mp)) { return 1; }
+    const double before = mib_free(devices[0]);
     llama_model * model = llama_model_load_from_file(argv[1], mp);
     if (!model) { return 1; }
     for (const load & l : loads) {

@@ -5,6 +5,7 @@
     32768 131072]
     scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --shapes 32/8x128 24/4x256 hybrid:16/4x256
     scripts/bench_cuda.py --batch build/bench_batch --lib build/lib [--loads drafts sequences mixed] [--rounds 3]
+    scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --cards 2 --split tensor
 
 A shape is query heads / KV heads x channels of a head, of a Llama; with hybrid: every fourth layer is attention and
 the others are short convolutions (LFM2). Width, feed-forward width and layers stay those of the 8B shape.
@@ -221,6 +222,8 @@ def main() -> None:
     p.add_argument("--memory", action="store_true", help="hold memory against the load line, at every depth")
     p.add_argument("--layers", type=int, default=LAYERS, help="fewer are quicker to load and to fill; ratios stay")
     p.add_argument("--keep", action="store_true", help="models of --shapes stay")
+    p.add_argument("--cards", type=int, default=1, help="GPUs that share the model")
+    p.add_argument("--split", choices=["layer", "tensor"], default="layer", help="how they share it (-sm)")
     p.add_argument("--timeout", type=float, default=120)
     a = p.parse_args()
     if not (a.bench or a.batch or a.kernels):
@@ -260,6 +263,12 @@ def files_of(a: argparse.Namespace, shape: Shape, chosen: list[Cache]) -> tuple[
     return model, sidecar
 
 
+def devices_of(a: argparse.Namespace, device: str) -> str:
+    """CUDA0 or KVQ0, and the same of the other cards, as the programs take it."""
+    names = ",".join(f"{device.rstrip('0')}{i}" for i in range(a.cards))
+    return names + (":tensor" if a.split == "tensor" else "")
+
+
 def environment(a: argparse.Namespace, cache: Cache, model: Path, sidecar: Path) -> dict[str, str]:
     """What a program of llama.cpp reads to take this cache."""
     name, _, _, method, opts = cache
@@ -282,7 +291,7 @@ def bench_loads(a: argparse.Namespace, shape: Shape, chosen: list[Cache], model:
             for cache in chosen:
                 if cache[0] in rounds and not rounds[cache[0]]:  # it failed
                     continue
-                command = [str(a.batch), str(model), cache[1], *arguments.split(), f"type={cache[2]}"]
+                command = [str(a.batch), str(model), devices_of(a, cache[1]), *arguments.split(), f"type={cache[2]}"]
                 env = environment(a, cache, model, sidecar)
                 found = rounds.setdefault(cache[0], [])
                 try:
@@ -322,7 +331,8 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[Cache], model:
                 if name in slow:  # upstream's attention over heads that it has no CUDA kernel for
                     continue
                 env = environment(a, (name, device, cache_type, method, opts), model, sidecar)
-                command = [str(a.bench), str(model), device, ",".join(map(str, depths)), str(a.generate), cache_type]
+                command = [str(a.bench), str(model), devices_of(a, device), ",".join(map(str, depths)), str(a.generate)]
+                command.append(cache_type)
                 try:
                     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=a.timeout)
                 except subprocess.TimeoutExpired:

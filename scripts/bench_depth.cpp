@@ -1,11 +1,10 @@
 // Generation and prompt speed behind a filled cache, without saving states in between. A prompt of the first depth,
 // 2048 tokens at most, and a token go before what is timed: kernels are loaded when they first run.
-//   bench_depth MODEL DEVICE DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0]
+//   bench_depth MODEL DEVICE[,DEVICE...][:tensor] DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0]
 // prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, its median and
-// longest step in ms (pages seal in some), and in MiB what the device's free memory fell by from behind the model's
-// load to the end, and llama.cpp's KV and compute buffers there
-#include "ggml-backend.h"
-#include "llama.h"
+// longest step in ms (pages seal in some), and in MiB what the first device's free memory fell by from behind the
+// model's load to the end, and llama.cpp's KV and compute buffers there
+#include "bench_devices.h"
 
 #include <algorithm>
 #include <chrono>
@@ -47,14 +46,9 @@ int main(int argc, char ** argv) {
     const int depth = depths.back(), n_gen = std::max(1, atoi(argv[4]));
     llama_log_set(on_log, argv[2]);
     ggml_backend_load_all();
-    ggml_backend_dev_t devices[2] = { ggml_backend_dev_by_name(argv[2]), nullptr };
-    if (!devices[0]) {
-        fprintf(stderr, "no device %s\n", argv[2]);
-        return 1;
-    }
+    std::vector<ggml_backend_dev_t> devices;
     llama_model_params mp = llama_model_default_params();
-    mp.devices = devices;
-    mp.n_gpu_layers = 999;
+    if (!bench_devices(argv[2], devices, mp)) { return 1; }
     llama_model * model = llama_model_load_from_file(argv[1], mp);
     if (!model) { return 1; }
     const double before = mib_free(devices[0]);
@@ -84,9 +78,11 @@ int main(int argc, char ** argv) {
         double last = 0;
         for (; at < to; at += 2048) {
             const int n = to - at < 2048 ? to - at : 2048;
-            llama_synchronize(ctx);
+            const bool timed = to - at <= 2 * 2048; // several devices work on one after the other: nobody waits before
+            if (timed) { llama_synchronize(ctx); }
             const double a = now();
             if (llama_decode(ctx, llama_batch_get_one(&tokens[(size_t) at], n))) { return 1; }
+            if (!timed) { continue; }
             llama_synchronize(ctx);
             last = n > 1024 || first == 0 ? n / (now() - a) : last; // a short rest says little
         }

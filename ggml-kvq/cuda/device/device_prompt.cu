@@ -9,13 +9,16 @@
 
 // A prompt asks for more from batch to batch, and each time the device stands still: half of it on top, as long as
 // that is within what the load line says.
+// Every change waits for the device, and devices that work on one prompt wait for each other: memory grows seldom.
+static constexpr size_t NB_FIRST = 64u << 20;
+
 bool kvq_cuda_device::more_memory(void *& memory, size_t & nb_memory, size_t nb) {
     if (nb <= nb_memory) { return true; }
     synchronize();
     cudaFree(memory);
     memory = nullptr;
     nb_memory = 0;
-    for (const size_t n : { std::min(nb + nb / 2, std::max(nb, nb_promised)), nb }) {
+    for (const size_t n : { std::min(std::max(2 * nb, NB_FIRST), std::max(nb, nb_promised)), nb }) {
         if (cudaMalloc(&memory, n) == cudaSuccess) {
             nb_memory = n;
             return true;

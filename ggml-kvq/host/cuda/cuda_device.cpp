@@ -36,7 +36,7 @@ const char * backend_name(ggml_backend_t) { return "KVQ"; }
 void backend_free(ggml_backend_t backend) {
     ggml_backend_synchronize(state(backend).inner);
     if (state(backend).stream) { kvq_cuda_device::forget_stream(state(backend).stream); }
-    kvq_cuda_step_free(state(backend).step);
+    kvq_cuda_steps_free(state(backend).steps);
     ggml_backend_free(state(backend).inner);
     delete &state(backend);
     delete backend;
@@ -99,12 +99,6 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     return graphs ? kvq_cuda_compute(b, graph) : kvq_compute_graph(b, graph);
 }
 
-ggml_guid_t backend_guid(void) {
-    static ggml_guid guid = { 0x6b, 0x76, 0x71, 0x2d, 0x63, 0x75, 0x64, 0x61, 0x90, 0x21, 0x4a, 0x5e, 0x11, 0x7c, 0x33,
-        0xd5 };
-    return &guid;
-}
-
 // ---------------------------------------------------------------- device
 
 const char * dev_name(ggml_backend_dev_t dev) { return context(dev).name.c_str(); }
@@ -120,7 +114,6 @@ void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->description = dev_description(dev);
     props->type = dev_type(dev);
     props->device_id = nullptr; // llama.cpp drops devices whose ids are equal
-    props->caps.events = false;
     props->caps.buffer_from_host_ptr = false;
 }
 
@@ -134,11 +127,12 @@ ggml_backend_t dev_init(ggml_backend_dev_t dev, const char * params) {
     iface.set_tensor_async = backend_set_async;
     iface.get_tensor_async = backend_get_async;
     iface.graph_compute = backend_graph_compute;
+    kvq_cuda_link_backends(iface);
     kvq_backend_context * c = new kvq_backend_context;
     c->device = dev;
     c->inner = in;
     c->n_threads = (int) std::max(1u, std::thread::hardware_concurrency() / 2);
-    return new ggml_backend{ backend_guid(), iface, dev, c };
+    return new ggml_backend{ kvq_cuda_guid(), iface, dev, c };
 }
 
 ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t dev) { return context(dev).buft.get(); }
@@ -174,12 +168,19 @@ const ggml_backend_device_i device_interface = [] { // by name: members come and
     i.supports_op = dev_supports_op;
     i.supports_buft = dev_supports_buft;
     i.offload_op = dev_offload_op;
+    kvq_cuda_link_devices(i);
     return i;
 }();
 
 kvq_cuda_device & cuda(kvq_kv_cache & cache) { return static_cast<kvq_cuda_device &>(cache.device); }
 
 } // namespace
+
+ggml_guid_t kvq_cuda_guid(void) {
+    static ggml_guid guid = { 0x6b, 0x76, 0x71, 0x2d, 0x63, 0x75, 0x64, 0x61, 0x90, 0x21, 0x4a, 0x5e, 0x11, 0x7c, 0x33,
+        0xd5 };
+    return &guid;
+}
 
 ggml_backend_reg_t kvq_cuda_upstream(void) {
     const auto by_name = KVQ_OPTIONAL(ggml_backend_reg_by_name);

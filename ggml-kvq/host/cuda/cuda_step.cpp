@@ -3,7 +3,8 @@
 // CUDA graph. What changes from step to step comes from device memory: the rows' addresses (kvq_cuda_device's table)
 // and the spans, both brought up to date before the launch. Where few steps score cells (zipcache) there is a second
 // recording, for those that do not. Sealing follows it. A step that reopens a sealed page runs node by node: what it
-// holds is decoded when its turn comes.
+// holds is decoded when its turn comes. With -sm tensor a token is many graphs, between which devices add their parts:
+// each has a recording of its own, and graphs that touch no cache are the inner backend's.
 #ifdef KVQ_CUDA
 #include "host/engines.h"
 #include "host/step.h"
@@ -62,7 +63,10 @@ struct kvq_cuda_step {
     };
     uint64_t uid = 0;
     const void * first = nullptr;
+    uint64_t last_used = 0; // number of the evaluation
     bool fits = false;
+    bool of_others = false; // it touches no cache
+    bool whole = true;      // it touches all layers of its caches
     int n_run = 0;
     size_t n_rows = 0;
     // streams of a layer that are attended
@@ -82,12 +86,29 @@ struct kvq_cuda_step {
 
     void learn(const kvq_backend_context & b, ggml_cgraph * g);
     void learn_attention(const kvq_step::part & x);
+    void learn_layers();
     bool quiet(const kvq_backend_context & b, bool may_open) const;
     uint64_t moved() const;
     bool begin(kvq_cuda_device::step s);
     void end();
     bool scores() const; // this step may, once its rows are noted
     bool prepare();      // what scores read, once the rows are noted; false: a recording points elsewhere now
+    void spans_on();     // spans of its layers go to the device
+};
+
+// Those of a backend. A token is one graph, whose place the next one takes, or many of one pass over the layers. Of
+// these, one that was not used in the last KEPT evaluations is used no more.
+struct kvq_cuda_steps {
+    static constexpr uint64_t KEPT = 512;
+    std::vector<std::unique_ptr<kvq_cuda_step>> all; // in the order of a pass
+    size_t at = 0;                                   // of the one that was used last
+    kvq_cuda_step unnamed;                           // a graph without a number: never used again
+    kvq_cuda_step * now = nullptr;                   // that is evaluated
+    uint64_t n_evaluations = 0;
+    std::vector<const kvq_kv_layer *> passed; // of this pass over the layers
+    kvq_cuda_step & of(const kvq_backend_context & b, ggml_cgraph * graph);
+    // Pages seal once a pass: looking at all layers takes longer than a graph of one layer is queued.
+    bool begins_pass(const kvq_cuda_step & s);
 };
 
 void kvq_cuda_step::learn(const kvq_backend_context & b, ggml_cgraph * g) {
@@ -100,6 +121,7 @@ void kvq_cuda_step::learn(const kvq_backend_context & b, ggml_cgraph * g) {
     looks.clear();
     reads.clear();
     step = kvq_step_of(b, g);
+    of_others = step.why_not.empty() && step.caches.empty();
     fits = uid != 0 && step.why_not.empty();
     for (const kvq_step::part & x : step.parts) {
         switch (x.what) {
@@ -116,6 +138,16 @@ void kvq_cuda_step::learn(const kvq_backend_context & b, ggml_cgraph * g) {
         }
     }
     fits = fits && !writes.empty();
+    learn_layers();
+}
+
+void kvq_cuda_step::learn_layers() {
+    whole = true;
+    for (size_t i = 0; i < step.caches.size(); i++) {
+        const bool all = step.layers[i].size() == step.caches[i]->layers.size();
+        fits = fits && (all || !step.caches[i]->chain()); // the layer before a predicted one is another recording's
+        whole = whole && all;
+    }
 }
 
 void kvq_cuda_step::learn_attention(const kvq_step::part & x) {
@@ -171,20 +203,20 @@ bool kvq_cuda_step::begin(kvq_cuda_device::step s) {
             ok = ok && x.device->lse_of((size_t) x.n_q * x.n_head);
         }
     }
-    for (kvq_kv_cache * c : step.caches) {
-        if (s == kvq_cuda_device::RECORD) { // no transfers in a recording
-            for (auto & l : c->layers) { l->spans.on(c->device); }
-        }
-        ok = ok && cuda(*c).begin_step(s, n_rows);
-    }
+    if (s == kvq_cuda_device::RECORD) { spans_on(); } // no transfers in a recording
+    for (kvq_kv_cache * c : step.caches) { ok = ok && cuda(*c).begin_step(s, n_rows); }
     return ok;
 }
 
-void kvq_cuda_step::end() {
-    for (kvq_kv_cache * c : step.caches) {
-        for (auto & l : c->layers) { l->spans.on(c->device); }
-        cuda(*c).end_step();
+void kvq_cuda_step::spans_on() {
+    for (size_t i = 0; i < step.caches.size(); i++) {
+        for (kvq_kv_layer * l : step.layers[i]) { l->spans.on(step.caches[i]->device); }
     }
+}
+
+void kvq_cuda_step::end() {
+    spans_on();
+    for (kvq_kv_cache * c : step.caches) { cuda(*c).end_step(); }
 }
 
 bool kvq_cuda_step::scores() const {
@@ -195,9 +227,9 @@ bool kvq_cuda_step::scores() const {
 }
 
 bool kvq_cuda_step::prepare() {
-    for (kvq_kv_cache * c : step.caches) {
-        for (auto & l : c->layers) {
-            l->spans.on(c->device);
+    for (size_t i = 0; i < step.caches.size(); i++) {
+        for (kvq_kv_layer * l : step.layers[i]) {
+            l->spans.on(step.caches[i]->device);
             if (l->spans.packed && l->spans.n_used() > l->spans.n_recorded) { return false; }
         }
     }
@@ -216,18 +248,61 @@ bool kvq_cuda_step::prepare() {
     return true;
 }
 
-void kvq_cuda_step_free(kvq_cuda_step * step) { delete step; }
+kvq_cuda_step & kvq_cuda_steps::of(const kvq_backend_context & b, ggml_cgraph * graph) {
+    n_evaluations++;
+    if (!graph->uid) {
+        unnamed.learn(b, graph);
+        return unnamed;
+    }
+    const size_t n = all.size(), last = at;
+    for (size_t i = 0; i < n; i++) { // the last one again, or the one behind it
+        const kvq_cuda_step & s = *all[(last + i) % n];
+        if (s.uid == graph->uid && s.first == graph->nodes[0]) {
+            at = (last + i) % n;
+            all[at]->last_used = n_evaluations;
+            return *all[at];
+        }
+    }
+    const bool takes_place = n && all[last]->whole && !all[last]->of_others;
+    const auto oldest = std::min_element(
+        all.begin(), all.end(), [](const auto & x, const auto & y) { return x->last_used < y->last_used; });
+    if (takes_place) {
+        at = last;
+    } else if (n && (*oldest)->last_used + KEPT <= n_evaluations) {
+        at = (size_t) (oldest - all.begin());
+    } else {
+        at = n;
+        all.push_back(std::make_unique<kvq_cuda_step>());
+    }
+    all[at]->learn(b, graph); // a recording of the same shape is changed, which is cheaper than a new one
+    all[at]->last_used = n_evaluations;
+    return *all[at];
+}
+
+bool kvq_cuda_steps::begins_pass(const kvq_cuda_step & s) {
+    const auto was = [&](const kvq_cuda_step::write & w) {
+        return std::find(passed.begin(), passed.end(), w.target.layer) != passed.end();
+    };
+    const bool begins = s.whole || passed.empty() || std::any_of(s.writes.begin(), s.writes.end(), was);
+    if (begins) { passed.clear(); }
+    for (const kvq_cuda_step::write & w : s.writes) { passed.push_back(w.target.layer); }
+    return begins;
+}
+
+void kvq_cuda_steps_free(kvq_cuda_steps * steps) { delete steps; }
 
 void kvq_cuda_step_flush(kvq_backend_context & b) {
-    for (kvq_kv_cache * c : b.step->step.caches) { cuda(*c).flush_rows(); }
+    for (kvq_kv_cache * c : b.steps->now->step.caches) { cuda(*c).flush_rows(); }
 }
 
 ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     if (!kvq_find_caches(b, graph)) { return GGML_STATUS_FAILED; }
-    if (!b.step) { b.step = new kvq_cuda_step; }
-    kvq_cuda_step & s = *b.step;
-    if (!graph->uid || graph->uid != s.uid || graph->nodes[0] != s.first) { s.learn(b, graph); }
-    if (!kvq_has_sealed(b, s.step.caches) || !kvq_seal_overdue(b, s.step)) { return GGML_STATUS_ALLOC_FAILED; }
+    if (!b.steps) { b.steps = new kvq_cuda_steps; }
+    kvq_cuda_step & s = b.steps->of(b, graph);
+    b.steps->now = &s;
+    if (s.of_others) { return b.inner->iface.graph_compute(b.inner, graph); }
+    const bool has_memory = b.steps->begins_pass(s) ? kvq_has_sealed(b, s.step.caches) : kvq_has_memory(s.step.caches);
+    if (!has_memory || !kvq_seal_overdue(b, s.step)) { return GGML_STATUS_ALLOC_FAILED; }
     const kvq_run node_by_node = s.fits ? kvq_run::BEFORE_RECORDING : kvq_run::EAGER;
     for (kvq_kv_cache * c : s.step.caches) {
         cuda(*c).set_stream(b.stream);
@@ -280,8 +355,10 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         if (c->chain()) { c->chain()->forget(); }
     }
     for (const kvq_cuda_step::read & x : s.reads) { x.layer->read(); }
-    b.late = s.step.caches;
-    if (!kvq_has_sealed(b, s.step.caches)) { return GGML_STATUS_ALLOC_FAILED; }
+    for (kvq_kv_cache * c : s.step.caches) {
+        if (std::find(b.late.begin(), b.late.end(), c) == b.late.end()) { b.late.push_back(c); }
+    }
+    if (s.whole && !kvq_has_sealed(b, s.step.caches)) { return GGML_STATUS_ALLOC_FAILED; }
     for (kvq_kv_cache * c : s.step.caches) {
         if (!kvq_cuda_error(*c).empty()) {
             kvq_report_error(kvq_cuda_error(*c));
