@@ -44,12 +44,11 @@ def conflicts(user: User, choice: Choice, bench: bool) -> None:
                 f"-fa {value} switches flash attention off, which {words} works through: drop -fa or write -fa on"
             )
     for value in user.values(("-sm", "--split-mode"), "LLAMA_ARG_SPLIT_MODE"):
-        for mode in ("row", "tensor"):
-            if mode in value.split(","):
-                raise LaunchError(
-                    f"-sm {mode} splits every layer over devices, {words} keeps the cache of whole layers: write -sm"
-                    f" layer or {choice.drop}"
-                )
+        if "row" in value.split(","):
+            raise LaunchError(
+                f"-sm row keeps every cache in llama.cpp's own memory, so {words} would not be used: write -sm layer,"
+                f" -sm tensor or {choice.drop}"
+            )
     devices = user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE")
     chosen = ",".join(devices if bench else devices[-1:])
     if chosen and all(name.startswith("RPC") for name in chosen.replace("/", ",").split(",")):
