@@ -17,7 +17,7 @@ from ggml_kvq.errors import MethodError
 from ggml_kvq.reference import K, V
 
 CASES = cases()
-ISAS = ("portable", "avx2", "avx512-vnni", "neon-dot")
+ISAS = ("portable", "avx2", "avx512-vnni", "avx512-amx", "neon-dot")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@
 namespace {
 
 struct page_work {
-    std::vector<float> rows, decoded;
+    std::vector<float> rows;
     std::vector<int32_t> sums;
     std::vector<uint16_t> tile;
     std::vector<int32_t> positions;
@@ -31,7 +31,6 @@ page_work * works_for(const kvq_chain_pages & k, const kvq_chain_pages * v, int 
             const size_t n = (size_t) c->l->page_cells,
                          groups = (size_t) std::max(c->from[0].n_groups(), c->from[1].n_groups());
             w.rows.resize(std::max(w.rows.size(), n * c->stride));
-            w.decoded.resize(std::max(w.decoded.size(), n * c->l->head_stride()));
             w.sums.resize(std::max(w.sums.size(), n * std::max<size_t>(groups, 1)));
             w.tile.resize(std::max(w.tile.size(), c->l->nb_frame / 2));
             w.positions.resize(std::max(w.positions.size(), n));
@@ -53,45 +52,14 @@ void predict_page(const kvq_chain_pages & c, int i, float * out, std::vector<int
     }
 }
 
-// Column i of a half's decoded rows is this channel of head h, times `back`.
-struct column {
-    int channel;
-    float back;
-};
-std::vector<column> columns_of(const kvq_chain_pages & c, const kvq_lattice_view & half, int h) {
-    std::vector<column> out((size_t) half.codec.head_size);
-    const kvq_order * order = c.turn.order;
-    const size_t head = (size_t) h * (size_t) half.whole.head_size;
-    for (size_t i = 0; i < out.size(); i++) {
-        const int at = half.whole.split ? kvq_lattice_channel(half.whole, half.fast, (int) i) : (int) i;
-        out[i] = { at, 1.0f };
-        if (order) { out[i] = { order->channel[head + (size_t) at], order->back[head + (size_t) at] }; }
-    }
-    return out;
-}
-
 // rows += decoded rows of all heads of a sealed page
-void add_decoded(const kvq_chain_pages & c, int i, float * rows, std::vector<float> & decoded) {
-    const kvq_kernels & K = kvq_get_kernels();
+void add_decoded(const kvq_chain_pages & c, int i, float * rows) {
     const kvq_lane_layout & l = *c.l;
     const kvq_lattice_keys parts = kvq_lattice_make_keys(l.codec);
-    const int D = l.codec.head_size, padded = l.head_stride();
     const uint8_t *codes = (const uint8_t *) codes_of(c, i), *params = (const uint8_t *) params_of(c, i);
-    const bool moves = l.codec.split || c.turn.order;
     for (int h = 0; h < l.n_head; h++) {
-        for (int part = 0; part < parts.n; part++) {
-            const kvq_lattice_view & half = parts.half[part];
-            const int n = half.codec.head_size;
-            K.lattice_rows(half, codes + h * l.nb_codes + half.codes_at, params + h * l.nb_params + half.params_at,
-                decoded.data(), (size_t) padded);
-            const std::vector<column> columns = moves ? columns_of(c, half, h) : std::vector<column>();
-            for (int t = 0; t < l.page_cells; t++) {
-                float * to = rows + t * c.stride + (size_t) h * D;
-                const float * from = &decoded[(size_t) t * padded];
-                for (int d = 0; !moves && d < n; d++) { to[d] += from[d]; }
-                for (int d = 0; moves && d < n; d++) { to[columns[d].channel] += from[d] * columns[d].back; }
-            }
-        }
+        kvq_get_kernels().add_lattice_rows(parts, codes + h * l.nb_codes, params + h * l.nb_params, c.turn.order, h,
+            rows + (size_t) h * (size_t) l.codec.head_size, c.stride);
     }
 }
 
@@ -120,7 +88,7 @@ void step_page(const kvq_chain_pages & c, int i, page_work & w) {
     float * out = w.rows.data();
     if (params_of(c, i)) {
         predict_page(c, i, out, w.sums);
-        add_decoded(c, i, out, w.decoded);
+        add_decoded(c, i, out);
     } else if (c.pages[i].n_slots && codes_of(c, i)) {
         open_rows(c, (const uint16_t *) codes_of(c, i), out, w);
     } else {

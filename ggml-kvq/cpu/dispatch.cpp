@@ -1,5 +1,5 @@
 // Choice of the instruction set, once per process. KVQ_ISA names one to force it (portable, avx2, avx512-vnni,
-// neon-dot, in capitals too); a name this CPU cannot run is reported and ignored.
+// avx512-amx, neon-dot, in capitals too); a name this CPU cannot run is reported and ignored.
 #include "kernels.h"
 #include "base/settings.h"
 
@@ -19,6 +19,9 @@
 
 static const kvq_kernels * const table[] = {
 #if defined(__x86_64__)
+#if defined(KVQ_HAVE_AMX)
+    &kvq_kernels_amx,
+#endif
     &kvq_kernels_avx512,
     &kvq_kernels_avx2,
 #elif defined(__aarch64__)

@@ -194,50 +194,108 @@ static void value_columns(const kvq_lattice_view & a, const uint8_t * codes, int
     }
 }
 
-// Decoded rows of a lattice block as f32, [n_cells][stride]: the values of its decode, f16 rounding included.
+// Scales of cells; what is not finite, which only foreign bytes hold, counts as 0.
+static inline void finite_scales(const kvq_lattice_view & a, const void * params, float * scale) {
+    lattice_scales(a, params, scale);
+    for (int t = 0; t < a.codec.n_cells; t++) { scale[t] = scale[t] - scale[t] == 0.0f ? scale[t] : 0.0f; }
+}
+
+// Columns x[channel of the block][16 cells] of cells t0.., before the rotation; scale: of all cells
+static inline void point_columns(
+    const kvq_lattice_view & a, const uint8_t * codes, int t0, const float * scale, float * x) {
+    const bool k = a.codec.role == 0;
+    switch (a.codec.bits * a.codec.group) {
+    case 2: k ? key_columns<2>(a, codes, t0 / 16, scale, x) : value_columns<2>(a, codes, t0 / 16, scale, x); break;
+    case 4: k ? key_columns<4>(a, codes, t0 / 16, scale, x) : value_columns<4>(a, codes, t0 / 16, scale, x); break;
+    case 6: k ? key_columns<6>(a, codes, t0 / 16, scale, x) : value_columns<6>(a, codes, t0 / 16, scale, x); break;
+    default: k ? key_columns<8>(a, codes, t0 / 16, scale, x) : value_columns<8>(a, codes, t0 / 16, scale, x); break;
+    }
+}
+
+// The values of the block's decode, f16 rounding included, in such columns.
+static void decoded_f16_columns(
+    const kvq_lattice_view & a, const uint8_t * codes, int t0, const float * scale, float * x) {
+    const int D = a.codec.head_size;
+    point_columns(a, codes, t0, scale, x);
+    hadamard_columns(a.block, D, x);
+    for (int c = 0; c < D; c++) {
+        const f32x16 v = f32_mul(f32_load(x + (size_t) c * 16), f32_set1(a.norm));
+        uint16_t half[16];
+        f32_store_f16(half, f32_max(f32_min(v, f32_set1(65504.0f)), f32_set1(-65504.0f)));
+        f32_store(x + (size_t) c * 16, f32_load_f16(half));
+    }
+}
+
+// x [D][16 cells] -> rows of 16 cells, written or added. add: a constant where this is called.
+static inline void put_columns(int D, const float * x, bool add, float * rows, size_t stride) {
+    for (int c0 = 0; c0 < D; c0 += 16) {
+        const int n = imin(16, D - c0);
+        f32x16 block[16];
+        for (int c = 0; c < 16; c++) { block[c] = c < n ? f32_load(x + (size_t) (c0 + c) * 16) : f32_set1(0.0f); }
+        f32_transpose(block);
+        for (int t = 0; t < 16; t++) {
+            float * to = rows + (size_t) t * stride + c0;
+            if (n == 16) {
+                f32_store(to, add ? f32_add(f32_load(to), block[t]) : block[t]);
+                continue;
+            }
+            float part[16];
+            f32_store(part, block[t]);
+            for (int c = 0; c < n; c++) { to[c] = add ? to[c] + part[c] : part[c]; }
+        }
+    }
+}
+
+// Decoded rows of a lattice block as f32, [n_cells][stride].
 static void lattice_rows(
     const kvq_lattice_view & a, const uint8_t * codes, const void * params, float * out, size_t stride) {
     float scale[KVQ_MAX_CELLS], x[KVQ_MAX_HEAD * 16];
-    lattice_scales(a, params, scale);
-    const int n = a.codec.n_cells, D = a.codec.head_size, Dp = pad_to(D, 16);
-    // only foreign bytes are not finite
-    for (int t = 0; t < n; t++) { scale[t] = scale[t] - scale[t] == 0.0f ? scale[t] : 0.0f; }
-    for (int i = D * 16; i < Dp * 16; i++) { x[i] = 0.0f; }
-    for (int t0 = 0; t0 < n; t0 += 16) {
-        const bool k = a.codec.role == 0;
-        switch (a.codec.bits * a.codec.group) {
-        case 2: k ? key_columns<2>(a, codes, t0 / 16, scale, x) : value_columns<2>(a, codes, t0 / 16, scale, x); break;
-        case 4: k ? key_columns<4>(a, codes, t0 / 16, scale, x) : value_columns<4>(a, codes, t0 / 16, scale, x); break;
-        case 6: k ? key_columns<6>(a, codes, t0 / 16, scale, x) : value_columns<6>(a, codes, t0 / 16, scale, x); break;
-        default: k ? key_columns<8>(a, codes, t0 / 16, scale, x) : value_columns<8>(a, codes, t0 / 16, scale, x); break;
-        }
-        hadamard_columns(a.block, D, x);
-        for (int c0 = 0; c0 < Dp; c0 += 16) {
-            f32x16 block[16];
-            for (int c = 0; c < 16; c++) {
-                const f32x16 v = f32_mul(f32_load(x + (size_t) (c0 + c) * 16), f32_set1(a.norm));
-                block[c] = f32_max(f32_min(v, f32_set1(65504.0f)), f32_set1(-65504.0f));
-            }
-            f32_transpose(block);
-            for (int t = 0; t < 16; t++) {
-                uint16_t half[16];
-                float back[16];
-                f32_store_f16(half, block[t]);
-                float * to = out + (size_t) (t0 + t) * stride + c0;
-                if (c0 + 16 <= D) {
-                    f32_store(to, f32_load_f16(half));
-                    continue;
-                }
-                f32_store(back, f32_load_f16(half));
-                for (int c = 0; c0 + c < D; c++) { to[c] = back[c]; }
+    finite_scales(a, params, scale);
+    for (int t0 = 0; t0 < a.codec.n_cells; t0 += 16) {
+        decoded_f16_columns(a, codes, t0, scale, x);
+        put_columns(a.codec.head_size, x, false, out + (size_t) t0 * stride, stride);
+    }
+}
+
+// rows += decoded rows of head `head`, its channels in their own order; keys may be values of one block
+static void add_lattice_rows(const kvq_lattice_keys & keys, const uint8_t * codes, const uint8_t * params,
+    const kvq_order * order, int head, float * rows, size_t stride) {
+    const kvq_codec & whole = keys.half[0].whole;
+    const int D = whole.head_size;
+    const bool moves = whole.split || order;
+    float scale[2][KVQ_MAX_CELLS], own[KVQ_MAX_HEAD * 16], x[KVQ_MAX_HEAD * 16];
+    for (int i = 0; i < keys.n; i++) { finite_scales(keys.half[i], params + keys.half[i].params_at, scale[i]); }
+    if (keys.n == 1 && whole.split) { memset(x, 0, sizeof(float) * 16 * (size_t) D); } // a half without bits
+    const size_t first = (size_t) head * (size_t) D;
+    for (int t0 = 0; t0 < whole.n_cells; t0 += 16) {
+        for (int i = 0; i < keys.n; i++) {
+            const kvq_lattice_view & a = keys.half[i];
+            decoded_f16_columns(a, codes + a.codes_at, t0, scale[i], moves ? own : x);
+            for (int c = 0; moves && c < a.codec.head_size; c++) {
+                const size_t at = whole.split ? (size_t) kvq_lattice_channel(whole, a.fast, c) : (size_t) c;
+                const f32x16 v = f32_load(own + (size_t) c * 16);
+                f32_store(x + (order ? (size_t) order->channel[first + at] : at) * 16,
+                    order ? f32_mul(v, f32_set1(order->back[first + at])) : v);
             }
         }
+        put_columns(D, x, true, rows + (size_t) t0 * stride, stride);
     }
 }
 
 // f16 tile rows R_pos (row + mean) of one head; n a multiple of 16, rows may be read up to 16 channels
 static void rows_to_f16(int n, int D, const float * rows, size_t stride, const float * mean, const kvq_rotary * rot,
     const int32_t * pos, uint16_t * tile, int tile_stride) {
+    const f32x16 top = f32_set1(65504.0f), least = f32_set1(-65504.0f);
+    if (!rot && D % 16 == 0) { // values
+        for (int t = 0; t < n; t++) {
+            for (int c = 0; c < D; c += 16) {
+                const f32x16 row = f32_load(rows + (size_t) t * stride + c);
+                const f32x16 y = mean ? f32_add(row, f32_load(mean + c)) : row;
+                f32_store_f16(tile + (size_t) t * tile_stride + c, f32_max(f32_min(y, top), least));
+            }
+        }
+        return;
+    }
     float x[KVQ_MAX_HEAD * 16];
     const int Dp = pad_to(D, 16);
     for (int t0 = 0; t0 < n; t0 += 16) {
@@ -259,8 +317,7 @@ static void rows_to_f16(int n, int D, const float * rows, size_t stride, const f
         for (int c0 = 0; c0 < Dp; c0 += 16) {
             f32x16 block[16];
             for (int c = 0; c < 16; c++) {
-                block[c] =
-                    f32_max(f32_min(f32_load(x + (size_t) (c0 + c) * 16), f32_set1(65504.0f)), f32_set1(-65504.0f));
+                block[c] = f32_max(f32_min(f32_load(x + (size_t) (c0 + c) * 16), top), least);
             }
             f32_transpose(block);
             for (int t = 0; t < 16; t++) { f32_store_f16(tile + (size_t) (t0 + t) * tile_stride + c0, block[t]); }

@@ -189,26 +189,14 @@ static inline void columns_to_rows(const kvq_lattice_view & a, float * x, const 
     }
 }
 
-// Scales of cells; what is not finite, which only foreign bytes hold, counts as 0.
-static inline void finite_scales(const kvq_lattice_view & a, const void * params, float * scale) {
-    lattice_scales(a, params, scale);
-    for (int t = 0; t < a.codec.n_cells; t++) { scale[t] = scale[t] - scale[t] == 0.0f ? scale[t] : 0.0f; }
-}
-
 static void decode_lattice(
     const kvq_lattice_view & a, const void * codes_of, const void * params, uint16_t * rows, void *) {
     float scale[KVQ_MAX_CELLS], x[KVQ_MAX_HEAD * 16];
     const uint8_t * codes = (const uint8_t *) codes_of;
     finite_scales(a, params, scale);
     const int n = a.codec.n_cells, D = a.codec.head_size;
-    const bool k = a.codec.role == KVQ_ROLE_K;
     for (int t0 = 0; t0 < n; t0 += 16) {
-        switch (a.codec.bits * a.codec.group) {
-        case 2: k ? key_columns<2>(a, codes, t0 / 16, scale, x) : value_columns<2>(a, codes, t0 / 16, scale, x); break;
-        case 4: k ? key_columns<4>(a, codes, t0 / 16, scale, x) : value_columns<4>(a, codes, t0 / 16, scale, x); break;
-        case 6: k ? key_columns<6>(a, codes, t0 / 16, scale, x) : value_columns<6>(a, codes, t0 / 16, scale, x); break;
-        default: k ? key_columns<8>(a, codes, t0 / 16, scale, x) : value_columns<8>(a, codes, t0 / 16, scale, x); break;
-        }
+        point_columns(a, codes, t0, scale, x);
         columns_to_rows(a, x, [&](int t, int d, f32x16 y) { f32_store_f16(rows + (size_t) (t0 + t) * D + d, y); });
     }
 }

@@ -188,6 +188,10 @@ struct kvq_kernels {
     // decoded rows of a lattice block, f32 [n_cells][stride], the values of its decode
     void (*lattice_rows)(
         const kvq_lattice_view & a, const uint8_t * codes, const void * params, float * out, size_t stride);
+    // rows [n_cells][stride] += what lattice_rows gives of a head's blocks, in the order of its channels; values are
+    // keys of one part. order: of KV head `head`, NULL: channels stay where they are
+    void (*add_lattice_rows)(const kvq_lattice_keys & keys, const uint8_t * codes, const uint8_t * params,
+        const kvq_order * order, int head, float * rows, size_t stride);
     // f16 rows R_pos (row + mean) of one head, n a multiple of 16; mean and rot may be NULL
     void (*rows_to_f16)(int n, int D, const float * rows, size_t stride, const float * mean, const kvq_rotary * rot,
         const int32_t * pos, uint16_t * tile, int tile_stride);
@@ -218,7 +222,7 @@ struct kvq_kernels {
 extern const kvq_kernels kvq_kernels_portable;
 #if defined(__x86_64__)
 extern const kvq_kernels kvq_kernels_avx2;
-extern const kvq_kernels kvq_kernels_avx512;
+extern const kvq_kernels kvq_kernels_amx, kvq_kernels_avx512;
 #elif defined(__aarch64__)
 extern const kvq_kernels kvq_kernels_neon;
 #endif

@@ -37,9 +37,10 @@ typedef enum kvq_status {
 
 KVQ_API int kvq_abi_version(void);
 KVQ_API const char * kvq_version(void);
-KVQ_API const char * kvq_last_error(void);  // thread-local, "" when nothing failed
-KVQ_API const char * kvq_last_note(void);   // likewise, of data or variables taken with a reservation
-KVQ_API const char * kvq_kernel_name(void); // "avx512-vnni", "avx2", "portable"; KVQ_ISA forces a lower one
+KVQ_API const char * kvq_last_error(void); // thread-local, "" when nothing failed
+KVQ_API const char * kvq_last_note(void);  // likewise, of data or variables taken with a reservation
+KVQ_API const char * kvq_kernel_name(
+    void); // "avx512-amx", "avx512-vnni", "avx2", "portable"; KVQ_ISA forces a lower one
 
 // ---------------------------------------------------------------- methods
 

@@ -200,7 +200,7 @@ int main(int argc, char ** argv) {
     const std::string seed = argc > 2 ? argv[2] : "1";
     if (!getenv("KVQ_ISA")) {
 #if defined(__x86_64__)
-        const std::initializer_list<const char *> sets = { "portable", "avx2", "avx512-vnni" };
+        const std::initializer_list<const char *> sets = { "portable", "avx2", "avx512-vnni", "avx512-amx" };
 #else
         const std::initializer_list<const char *> sets = { "portable", "neon-dot" };
 #endif
