@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from ggml_kvq import bench, fits, plotting
@@ -202,7 +203,23 @@ def page(rows: list[results.Row], speed: list[results.Row], real: real_tables.Mo
     tables += ["## Memory", "![cache size against context length](img/memory.png)"]
     if refused:
         tables += ["## Refused", "\n".join(refused)]
-    return "\n\n".join(tables) + "\n"
+    return "\n\n".join(wrapped(part) for part in tables) + "\n"
+
+
+def wrapped(part: str) -> str:
+    """Prose in lines of at most 120 columns; tables, pictures and headings stay."""
+    return "\n".join(
+        line
+        if line.startswith(("|", "!", "#"))
+        else textwrap.fill(
+            line,
+            120,
+            subsequent_indent="  " * line.startswith("- "),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in part.split("\n")
+    )
 
 
 def main() -> int:

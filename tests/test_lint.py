@@ -50,6 +50,24 @@ def test_lines_and_files_are_short() -> None:
     assert not long, f"files over {LINES} lines: {long}"
 
 
+def test_prose_is_wrapped() -> None:
+    """Of pages: all but tables, code and README.md, whose lines are counted instead (tests/test_readme.py)."""
+    wide = []
+    for p in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/*.md"),
+        *ROOT.glob("ggml-kvq/**/*.md"),
+    ]:
+        code = False
+        for i, line in enumerate(p.read_text().splitlines(), 1):
+            code ^= line.lstrip().startswith("```")
+            prose = not code and not line.startswith(("|", "    ")) and p != ROOT / "README.md"
+            if prose and len(line) > COLUMNS and " " in line.strip()[:COLUMNS]:
+                wide.append(f"{p.relative_to(ROOT)}:{i}")
+    assert not wide, f"lines over {COLUMNS} columns: {wide}"
+
+
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Name and lines of every function. C++: what has a "(" in its head, and begins and ends in column 0."""
     text = path.read_text()
