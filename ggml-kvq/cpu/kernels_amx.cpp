@@ -1,7 +1,7 @@
 // Predictions on CPUs with matrix tiles of 8-bit integers (AMX, Intel from Sapphire Rapids on). All else is AVX-512's.
 // A group of 16 chunks of a predictor (types/predictor.h) lies in memory as TDPBSUD wants its second operand: 64 inputs
 // by 16 outputs. Sums are whole numbers, so the bits are those of the other kernels.
-#if defined(__x86_64__)
+#if defined(KVQ_HAVE_AMX) // the compiler knows it (cmake/kvq_library.cmake)
 #define KVQ_NS kvq_isa_amx
 #include "isa_avx512.h"
 
