@@ -17,16 +17,18 @@ SOURCES = ROOT / "ggml-kvq"
 #: host/ is compiled with ggml's headers by the build (test_native.py, KVQ_WERROR); cuda/ by nvcc.
 FOLDERS = ("cache", "cpu", "engine", "methods", "policy", "store", "types")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, *(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl", "vnni"))]
 ISA = {
     "kernels_avx2": AVX2,
-    "kernels_avx512": [*AVX2, *(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl", "vnni"))],
+    "kernels_avx512": AVX512,
+    "kernels_amx": [*AVX512, "-mamx-tile", "-mamx-int8", "-DKVQ_HAVE_AMX=1"],
 }
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{SOURCES}", f"-I{SOURCES / 'include'}"]
 
 
 def sources() -> list[Path]:
     found = [p for folder in FOLDERS for p in sorted((SOURCES / folder).glob("*.cpp"))]
-    other = "neon" if platform.machine() == "x86_64" else "avx"
+    other = "neon" if platform.machine() == "x86_64" else "(avx|amx)"
     found = [p for p in found if not re.search(rf"_{other}\d*$", p.stem)]
     assert len(found) > 60
     return found
