@@ -144,6 +144,13 @@ def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], demo_model: Pat
     assert run(capsys, "-m", str(demo_model), "--memory", "1M")[1].splitlines()[2].split()[2:] == ["-"] * 6
 
 
+def test_weights_that_no_card_holds_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """All cards together would hold them; the one with most layers and its --reserve does not."""
+    code, out, _ = run(capsys, "--large", "--memory", "2x5G", "--cache", "f16")
+    assert code == 0 and "Llama 3.1 8B Q8_0 does not fit into 2x5G" in out
+    assert "8B Q8_0 does not fit" not in run(capsys, "--large", "--memory", "2x12G", "--cache", "f16")[1]
+
+
 def test_a_split_model_counts_all_parts(write_gguf: Callable[..., Path]) -> None:
     parts = [write_gguf(f"m-0000{i}-of-00002.gguf", {**LLAMA_FIELDS, "split.count": 2}) for i in (1, 2)]
     parts[1].write_bytes(bytes(1000))

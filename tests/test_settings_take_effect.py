@@ -243,10 +243,8 @@ def test_a_split_that_keeps_every_cache_away_is_refused(demo_model: Path) -> Non
     assert "write -sm layer, -sm tensor" in done.stderr
     assert "-sm row" in refusal("--kv-method", "kivi", env={"LLAMA_ARG_SPLIT_MODE": "row"})
     assert "-sm row" in refusal("--kv-method", "kivi", "-sm", "layer,row", program="llama-bench")
-    assert (
-        "KVQ_METHOD"
-        in launcher.command("llama-cli", ["-m", str(demo_model), "--kv-method", "kivi", "-sm", "tensor"], {}).env
-    )
+    taken = launcher.command("llama-cli", ["-m", str(demo_model), "--kv-method", "kivi", "-sm", "tensor"], {})
+    assert "KVQ_METHOD" in taken.env and "write -dev KVQ0,KVQ1" in taken.notes[0]
 
 
 def test_none_is_an_off_switch(write_gguf: Callable[..., Path], demo_model: Path) -> None:

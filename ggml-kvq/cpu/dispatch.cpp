@@ -17,21 +17,34 @@
 #include <strings.h>
 #include <vector>
 
-static const kvq_kernels * const table[] = {
-#if defined(__x86_64__)
+// Best first. Made at the first use, not when the library is loaded: by then the CPU is known to have what is run.
+static const std::vector<const kvq_kernels *> & table() {
 #if defined(KVQ_HAVE_AMX)
-    &kvq_kernels_amx,
+    static const kvq_kernels amx = [] {
+        kvq_kernels k = kvq_kernels_avx512;
+        k.name = "avx512-amx";
+        k.available = kvq_amx_available;
+        k.predict = kvq_amx_predict;
+        return k;
+    }();
 #endif
-    &kvq_kernels_avx512,
-    &kvq_kernels_avx2,
+    static const std::vector<const kvq_kernels *> all = {
+#if defined(KVQ_HAVE_AMX)
+        &amx,
+#endif
+#if defined(__x86_64__)
+        &kvq_kernels_avx512,
+        &kvq_kernels_avx2,
 #elif defined(__aarch64__)
-    &kvq_kernels_neon,
+        &kvq_kernels_neon,
 #endif
-    &kvq_kernels_portable,
-};
+        &kvq_kernels_portable,
+    };
+    return all;
+}
 
 static const kvq_kernels * named(const char * name) { // "": the best
-    for (const kvq_kernels * k : table) {
+    for (const kvq_kernels * k : table()) {
         if (k->available() && (!*name || !strcasecmp(name, k->name))) { return k; }
     }
     return nullptr;
@@ -48,7 +61,7 @@ static void note_isa(void) {
     const char * want = kvq_setting_text(kvq_setting::ISA);
     if (!*want || named(want)) { return; }
     std::string names;
-    for (const kvq_kernels * k : table) {
+    for (const kvq_kernels * k : table()) {
         if (k->available()) { names += (names.empty() ? "" : ", ") + std::string(k->name); }
     }
     fprintf(stderr, "ggml-kvq: KVQ_ISA=%s is not available on this CPU and not used: write one of %s or unset it\n",

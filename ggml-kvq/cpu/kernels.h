@@ -222,7 +222,12 @@ struct kvq_kernels {
 extern const kvq_kernels kvq_kernels_portable;
 #if defined(__x86_64__)
 extern const kvq_kernels kvq_kernels_avx2;
-extern const kvq_kernels kvq_kernels_amx, kvq_kernels_avx512;
+extern const kvq_kernels kvq_kernels_avx512;
+#if defined(KVQ_HAVE_AMX)
+void kvq_amx_predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add,
+    float * out, size_t out_stride, int32_t * work); // as kvq_kernels::predict
+bool kvq_amx_available();
+#endif
 #elif defined(__aarch64__)
 extern const kvq_kernels kvq_kernels_neon;
 #endif

@@ -1,6 +1,7 @@
 // Predictions on CPUs with matrix tiles of 8-bit integers (AMX, Intel from Sapphire Rapids on). All else is AVX-512's.
 // A group of 16 chunks of a predictor (types/predictor.h) lies in memory as TDPBSUD wants its second operand: 64 inputs
-// by 16 outputs. Sums are whole numbers, so the bits are those of the other kernels.
+// by 16 outputs. Sums are whole numbers, so the bits are those of the other kernels. Nothing here may run when the
+// library is loaded: not every CPU has these instructions.
 #if defined(KVQ_HAVE_AMX) // the compiler knows it (cmake/kvq_library.cmake)
 #define KVQ_NS kvq_isa_amx
 #include "isa_avx512.h"
@@ -25,6 +26,28 @@ struct tile_config {
 };
 // Constant: GCC 12 drops stores before LDTILECFG, of whose operand it knows 8 bytes.
 alignas(64) constexpr tile_config CONFIG;
+
+// Our tiles while it lives. ggml's own kernels set their tiles once a thread, so these come back.
+class tiles {
+public:
+    tiles() {
+        _tile_storeconfig(before);
+        __asm__ volatile("" ::: "memory");
+        _tile_loadconfig(&CONFIG);
+    }
+    ~tiles() {
+        if (before[0]) {
+            _tile_loadconfig(before);
+        } else {
+            _tile_release();
+        }
+    }
+    tiles(const tiles &) = delete;
+    tiles & operator=(const tiles &) = delete;
+
+private:
+    alignas(64) uint8_t before[64]; // palette 0: none
+};
 static_assert(sizeof(tile_config) == 64, "what LDTILECFG reads");
 
 // The kernel gives a process tiles when it asks for them: their contents make the frames of signals larger.
@@ -82,11 +105,13 @@ void predict32(const kvq_predictor & p, const int8_t * x, size_t x_stride, const
     }
 }
 
-void predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add,
+} // namespace
+
+void kvq_amx_predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add,
     float * out, size_t out_stride, int32_t * base) {
     int r = 0;
     if (p.bits == 8 && p.n_groups() % 2 == 0 && n_rows >= 2 * ROWS && may_use_tiles()) {
-        _tile_loadconfig(&CONFIG);
+        const tiles ours;
         for (; r + 2 * ROWS <= n_rows; r += 2 * ROWS) {
             for (int i = 0; i < 2 * ROWS; i++) {
                 const int8_t * row = x + (size_t) (r + i) * x_stride;
@@ -99,7 +124,6 @@ void predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_str
             predict32(
                 p, x + (size_t) r * x_stride, x_stride, s + r, add, out + (size_t) r * out_stride, out_stride, base);
         }
-        _tile_release();
     }
     if (r < n_rows) {
         kvq_kernels_avx512.predict(p, n_rows - r, x + (size_t) r * x_stride, x_stride, s + r, add,
@@ -107,22 +131,10 @@ void predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_str
     }
 }
 
-bool available() {
+bool kvq_amx_available() {
     unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
     if (!kvq_kernels_avx512.available()) { return false; }
     __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
     return edx >> 24 & edx >> 25 & 1; // tiles, and their 8-bit integers
 }
-
-kvq_kernels with_tiles() {
-    kvq_kernels k = kvq_kernels_avx512;
-    k.name = "avx512-amx";
-    k.available = available;
-    k.predict = predict;
-    return k;
-}
-
-} // namespace
-
-const kvq_kernels kvq_kernels_amx = with_tiles();
 #endif

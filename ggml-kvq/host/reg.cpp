@@ -170,7 +170,8 @@ struct host_device {
     kvq_device_context context;
 };
 static ggml_backend_device reader;
-static std::vector<std::unique_ptr<host_device>> on_cpu; // KVQ0, KVQ1 ..., then KVQD0 of draft models
+// Never freed: a context in static storage may outlive this library's own.
+static auto & on_cpu = *new std::vector<std::unique_ptr<host_device>>; // KVQ0, KVQ1 ..., then KVQD0 of draft models
 static size_t n_for_models = 0;
 
 static const char * reg_name(ggml_backend_reg_t) { return "KVQ"; }

@@ -71,6 +71,11 @@ class Memory:
     n_bytes: int
     n_cards: int = 1
 
+    def holds(self, known: Known, reserve: int) -> bool:
+        """The weights and `reserve` bytes leave room on the card that holds most of the layers."""
+        weights = memory.Need(0, 0, known.facts.weights)
+        return memory.on_fullest(known.facts, weights, self.n_cards) + reserve < self.n_bytes
+
 
 def memory_of(text: str) -> Memory:
     """ "12G", or "2x12G" for two cards. BudgetError."""

@@ -335,6 +335,10 @@ def _placement(
         out.notes.append(f"layers on {','.join(servers)} are cached as their servers were started ({how})")
     if not user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE"):
         names = [DEVICE]
+        if "tensor" in user.values(("-sm", "--split-mode"), "LLAMA_ARG_SPLIT_MODE"):
+            out.notes.append(
+                f"-sm tensor splits over the devices of -dev, and {DEVICE} alone is named: write -dev KVQ0,KVQ1"
+            )
         if servers:
             names = [*_rpc_devices(_paths.program(program), servers, _environment(environ, out)), DEVICE]
             rpc, flags.rest = without(flags.rest, ("--rpc", "-rpc"))

@@ -469,6 +469,32 @@ static void run(const config & c, int n_steps) {
     attend(w);
 }
 
+// ggml's kernels set their tiles once a thread and use them ever after: ours give them back.
+static void tiles_come_back() {
+#if defined(__x86_64__)
+    if (strcmp(kvq_kernel_name(), "avx512-amx")) { return; }
+    constexpr int W = 64, N = 32;
+    const std::vector<float> w(W * W, 0.5f), rows(N * W, 1.0f);
+    std::vector<float> out(N * W);
+    std::vector<uint8_t> packed(kvq_predictor_bytes(W, W, 8));
+    kvq_predictor_pack(W, W, 8, w.data(), packed.data());
+    const kvq_predictor p = { W, W, 8, packed.data() };
+    const auto predict = [&] { kvq_cpu_predict(p, N, rows.data(), W, nullptr, 0, out.data(), W, 1); };
+    predict(); // asks the kernel for tiles
+    struct tiles {
+        uint8_t palette, row, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } mine = { 1, 0, {}, { 32, 32 }, { 8, 4 } }, after = {};
+    __asm__ volatile("ldtilecfg %0" : : "m"(mine));
+    predict();
+    __asm__ volatile("sttilecfg %0" : "=m"(after));
+    __asm__ volatile("tilerelease");
+    CHECK(!memcmp(&mine, &after, sizeof mine), "tiles of this thread are gone: palette %d", after.palette);
+    CHECK(fabsf(out[0] - W / 2) < 0.5f, "predicted %g, not %d", (double) out[0], W / 2);
+#endif
+}
+
 int main(int argc, char ** argv) {
     const unsigned seed = argc > 1 ? (unsigned) atoi(argv[1]) : 1;
     const int steps = argc > 2 ? atoi(argv[2]) : 60;
@@ -485,6 +511,7 @@ int main(int argc, char ** argv) {
         { "predictor=fold,window=32,bits=3,first_bits=0", 2, 3, 72, 1600, 1, 8, true },
         { "predictor=k,window=96,bits=2,grid=d4,scales=f16", 3, 4, 80, 200, 1, 4, false },
     };
+    tiles_come_back();
     for (const config & c : cases) {
         rng.seed(seed);
         run(c, steps);

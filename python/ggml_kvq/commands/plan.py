@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     print(fits.table(models, memories, specs, markdown=args.markdown, reserve=reserve, n_ubatch=ub))
     for known in models:
         for m in memories:
-            if known.facts.weights + m.n_cards * reserve >= m.n_cards * m.n_bytes and not args.markdown:
+            if not args.markdown and not m.holds(known, reserve):
                 print(
                     f"\n{known.name} does not fit into {m.text}: {budget.words(known.facts.weights)} of weights and"
                     f" --reserve {args.reserve}"
