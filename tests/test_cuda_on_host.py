@@ -114,7 +114,7 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
     def run(program: Path, what: str, capability: str, products: str = "") -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **({"KVQ_CUDA_AS": capability} if capability else {})}
         env.update({"KVQ_CUDA_BYTES": products} if products else {})
-        return subprocess.run([str(program), what], capture_output=True, text=True, check=False, timeout=600, env=env)
+        return subprocess.run([str(program), what], capture_output=True, text=True, check=False, timeout=2400, env=env)
 
     # then as cards with 99 KB of shared memory a block: the host refuses launches that ask for more
     cases: list[tuple[Path, str, str, str]] = []
