@@ -46,7 +46,7 @@ public:
     tiles & operator=(const tiles &) = delete;
 
 private:
-    alignas(64) uint8_t before[64]; // palette 0: none
+    alignas(64) uint8_t before[64]; // palette 0: no tiles were set
 };
 static_assert(sizeof(tile_config) == 64, "what LDTILECFG reads");
 
