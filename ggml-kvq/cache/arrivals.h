@@ -3,6 +3,7 @@
 #include "store/mark.h"
 #include "store/state_blocks.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -29,8 +30,9 @@ struct kvq_arrivals {
     const void * data = nullptr;                                                 // where the last call's rows were
     std::string damage;                                                          // why rows were refused
     void begin(const kvq_kv_layer * its_layer, bool its_value, int its_stream) { // of the next tensor
-        if (!parts.empty()) { owner[value] = std::move(parts); }
-        parts.clear();
+        const auto has_bytes = [](const auto & part) { return !part.second.empty(); };
+        if (std::any_of(parts.begin(), parts.end(), has_bytes)) { owner[value].swap(parts); }
+        for (auto & part : parts) { part.second.clear(); } // their memory serves the next tensor
         n = 0;
         marks = kvq_mark_stream();
         blob.clear();

@@ -53,6 +53,7 @@ public:
     void copy(void * to, const void * from, size_t nb) override { memcpy(to, from, nb); }
     void get(void * host, const void * from, size_t nb) override { memcpy(host, from, nb); }
     void put(void * to, const void * host, size_t nb) override { memcpy(to, host, nb); }
+    void put_all(const kvq_copy_job * jobs, size_t n, int n_threads) override { kvq_cpu_copy_all(jobs, n, n_threads); }
 
     void * alloc_far(size_t nb) override { return alloc(nb); }
     void free_far(void * p, size_t nb) override { free(p, nb); }
@@ -153,6 +154,10 @@ public:
 };
 
 } // namespace
+
+void kvq_cpu_copy_all(const kvq_copy_job * jobs, size_t n, int n_threads) {
+    kvq_parallel_for((int64_t) n, n_threads, [&](int64_t i) { memcpy(jobs[i].to, jobs[i].from, jobs[i].nb); }, 8);
+}
 
 kvq_device & kvq_cpu_device() {
     static cpu_device device;

@@ -7,6 +7,8 @@
 
 kvq_device & kvq_cpu_device();
 
+void kvq_cpu_copy_all(const kvq_copy_job * jobs, size_t n, int n_threads); // both sides are the host's
+
 void kvq_cpu_f32_to_f16(const float * x, uint16_t * y, int64_t n);
 void kvq_cpu_f16_to_f32(const uint16_t * x, float * y, int64_t n);
 

@@ -6,6 +6,12 @@
 
 #include <cstddef>
 
+struct kvq_copy_job {
+    void * to;
+    const void * from;
+    size_t nb;
+};
+
 class kvq_space {
 public:
     virtual ~kvq_space() {}
@@ -20,6 +26,11 @@ public:
     virtual void copy_later(void * to, const void * from, size_t nb) = 0;
     virtual void get(void * host, const void * from, size_t nb) = 0;
     virtual void put(void * to, const void * host, size_t nb) = 0;
+    // All of them, from host memory; neighbours stand one behind the other.
+    virtual void put_all(const kvq_copy_job * jobs, size_t n, int n_threads) {
+        (void) n_threads;
+        for (size_t i = 0; i < n; i++) { put(jobs[i].to, jobs[i].from, jobs[i].nb); }
+    }
     // One address into a table of them. It may wait for flush(), because many come together.
     virtual void put_address_later(void * to, const void * address) = 0;
     // Entries of a page table. They may wait for flush().

@@ -208,7 +208,7 @@ bool kvq_blocks_leave(const kvq_target & t, const row_lanes & lanes, int s, int 
         : std::max(kvq_lone_bits(lanes.row, lanes.nb_row, lanes.lane[0]->n_position_lists() > 0), KVQ_SMALL_LEAST);
     const kvq_blob_head head = { 0, 0, tag_out, t.cache->model_mark(), t.value, (uint8_t) lanes.n, t.layer->d.il, n };
     const size_t nb_rows = lanes.nb_row * (size_t) n,
-                 nb = kvq_blob_write(lanes.lane, s, cell, n, to, nb_rows, head, least_bits);
+                 nb = kvq_blob_write(lanes.lane, s, cell, n, to, nb_rows, head, least_bits, threads_of(t));
     if (nb) { zero_rest(to + nb, nb_rows - nb, threads_of(t)); }
     return nb;
 }
@@ -249,8 +249,8 @@ int kvq_blocks_come(
     }
     kvq_blob_head head = {};
     const uint16_t mine = t.cache->model_mark();
-    if (!kvq_blob_read_head(blob.data, blob.nb, head) || head.il != t.layer->d.il || head.value != t.value ||
-        head.n_lanes != lanes.n) {
+    if (!kvq_blob_read_head(blob.data, blob.nb, head, threads_of(t)) || head.il != t.layer->d.il ||
+        head.value != t.value || head.n_lanes != lanes.n) {
         why = damaged;
     } else if (head.model && mine && head.model != mine) {
         why = "the saved state is of another model: give it the model that it was saved with";

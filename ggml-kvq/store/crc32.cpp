@@ -2,8 +2,12 @@
 // has them (Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009).
 #include "state_blocks.h"
 
+#include "base/parallel.h"
+
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -77,7 +81,37 @@ uint32_t by_products(uint32_t crc, const uint8_t * p, size_t nb) { return by_tab
 bool has_products() { return false; }
 #endif
 
+// a b modulo the polynomial, reflected: the highest bit is x^0
+uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t y = 0;
+    for (; a; a <<= 1) {
+        y ^= a >> 31 ? b : 0;
+        b = b >> 1 ^ (b & 1 ? POLYNOMIAL : 0);
+    }
+    return y;
+}
+
+// x^(8 nb): what `nb` zero bytes behind a text multiply its sum by
+uint32_t behind(size_t nb) {
+    uint32_t y = 1u << 31, by = 1u << 23; // 1, x^8
+    for (; nb; nb >>= 1, by = multiply(by, by)) { y = nb & 1 ? multiply(y, by) : y; }
+    return y;
+}
+
 } // namespace
+
+uint32_t kvq_crc32_parts(const void * data, size_t nb, int n_threads) {
+    constexpr size_t PART = 1 << 20;
+    const size_t n = (nb + PART - 1) / PART;
+    std::vector<uint32_t> sums(n);
+    const auto nb_of = [&](size_t i) { return std::min(PART, nb - i * PART); };
+    kvq_parallel_for((int64_t) n, n_threads, [&](int64_t i) {
+        sums[(size_t) i] = kvq_crc32(0, (const uint8_t *) data + i * (int64_t) PART, nb_of((size_t) i));
+    });
+    uint32_t sum = 0;
+    for (size_t i = 0; i < n; i++) { sum = multiply(behind(nb_of(i)), sum) ^ sums[i]; }
+    return sum;
+}
 
 uint32_t kvq_crc32(uint32_t crc, const void * data, size_t nb) {
     const uint8_t * p = (const uint8_t *) data;

@@ -54,21 +54,17 @@ private:
     bytes codes_here, params_here, frames_here;
 };
 
-// Blocks on their way to a lane: at once where that is host memory, else together with flush().
+// Blocks on their way to a lane: they go together with flush().
 class kvq_block_puts {
 public:
-    explicit kvq_block_puts(kvq_space & space) : space(space) {}
-    void add(uint8_t * to, const uint8_t * from, size_t nb); // `from` stays until flush()
+    kvq_block_puts(kvq_space & space, int n_threads) : space(space), n_threads(n_threads) {}
+    void add(uint8_t * to, const uint8_t * from, size_t nb) { waiting.push_back({ to, from, nb }); } // `from` stays
     void flush();
 
 private:
-    struct job {
-        uint8_t * to;
-        const uint8_t * from;
-        size_t nb;
-    };
     kvq_space & space;
-    std::vector<job> waiting;
+    int n_threads;
+    std::vector<kvq_copy_job> waiting;
 };
 
 struct kvq_block_bytes {

@@ -152,25 +152,9 @@ void kvq_lane::place(
     counters->n_placed++;
 }
 
-void kvq_block_puts::add(uint8_t * to, const uint8_t * from, size_t nb) {
-    if (space.is_host()) {
-        memcpy(to, from, nb);
-    } else {
-        waiting.push_back({ to, from, nb });
-    }
-}
-
-// Neighbours go in one piece.
 void kvq_block_puts::flush() {
-    std::sort(waiting.begin(), waiting.end(), [](const job & a, const job & b) { return a.to < b.to; });
-    std::vector<uint8_t> run;
-    for (size_t i = 0, j; i < waiting.size(); i = j) {
-        run.clear();
-        for (j = i; j < waiting.size() && waiting[j].to == waiting[i].to + run.size(); j++) {
-            run.insert(run.end(), waiting[j].from, waiting[j].from + waiting[j].nb);
-        }
-        space.put(waiting[i].to, run.data(), run.size());
-    }
+    std::sort(waiting.begin(), waiting.end(), [](const auto & a, const auto & b) { return a.to < b.to; });
+    space.put_all(waiting.data(), waiting.size(), n_threads);
     waiting.clear();
 }
 
@@ -348,7 +332,7 @@ void kvq_lane::restore(
         arriving & x = pages[(size_t) i];
         x.is_image = x.tried && take_any_image(stream, first + (int) i, x.rows, x.image);
     });
-    kvq_block_puts puts(device);
+    kvq_block_puts puts(device, n_threads);
     std::vector<int64_t> idx;
     for (int p = first; p <= last; p++) {
         arriving & x = pages[(size_t) (p - first)];

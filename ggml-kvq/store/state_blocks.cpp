@@ -2,6 +2,7 @@
 
 #include "small_rows.h"
 
+#include "base/parallel.h"
 #include "engine/host.h"
 #include "engine/tags.h"
 #include "types/types.h"
@@ -104,9 +105,24 @@ bool read_section(reader & r, int n_rows, section & out) {
     return true;
 }
 
+// false: no head, or of more bytes than there are
+bool parse_head(const void * data, size_t nb, kvq_blob_head & head) {
+    if (nb < KVQ_BLOB_HEAD || !kvq_blob_begins(data)) { return false; }
+    reader r = { (const uint8_t *) data + 8, (const uint8_t *) data + nb };
+    r.get(&head.nb, 1);
+    r.get(&head.sum, 1);
+    r.get(&head.tag, 1);
+    r.get(&head.model, 1);
+    r.get(&head.value, 1);
+    r.get(&head.n_lanes, 1);
+    r.get(&head.il, 1);
+    r.get(&head.n, 1);
+    return head.nb >= KVQ_BLOB_HEAD && head.nb <= nb && head.n > 0 && head.n_lanes >= 1 && head.n_lanes <= 2;
+}
+
 bool read_sections(const kvq_blob_bytes & blob, std::vector<section> & out) {
     kvq_blob_head head;
-    if (!kvq_blob_read_head(blob.data, blob.nb, head)) { return false; }
+    if (!parse_head(blob.data, blob.nb, head)) { return false; }
     reader r = { blob.data + KVQ_BLOB_HEAD, blob.data + head.nb };
     for (int i = 0; i < head.n_lanes; i++) {
         section s;
@@ -181,7 +197,7 @@ std::string restore_lane(const section & s, const section * owner, kvq_lane & la
         if (!rows.empty()) { restore_rows(lane, runs, from, to - from, rows.data(), n_threads); }
         rows.clear();
     };
-    kvq_block_puts puts(lane.device);
+    kvq_block_puts puts(lane.device, n_threads);
     for (size_t i = 0; i < s.pages.size(); i++) {
         const page & p = s.pages[i];
         if (!p.block) {
@@ -292,40 +308,46 @@ struct lane_part {
         }
     }
 
-    void write(int stream, uint8_t * blob) const {
+    void put_block(const entry & e, uint8_t * to) const {
+        const kvq_host_pages::page & page = pages.at[(size_t) (e.from / pc() - pages.first)];
+        const auto put = [&](const void * from, size_t nb) {
+            if (nb) { memcpy(to, from, nb); }
+            to += nb;
+        };
+        put(page.codes, nb_codes());
+        put(page.params, nb_params());
+        put(e.image.pos.data(), 4 * e.image.pos.size());
+        put(e.image.was.data(), 4 * e.image.was.size());
+    }
+
+    void write(int stream, uint8_t * blob, int n_threads) const {
         memcpy(blob + at, &head, sizeof(head));
         std::vector<uint16_t> rows;
         for (const entry & e : entries) {
-            uint8_t * to = blob + e.at;
+            uint8_t * const to = blob + e.at;
             const uint32_t what = e.block ? BLOCK : bits ? SMALL_ROWS | (uint32_t) bits << 8 : ROWS;
-            const auto put = [&](const void * from, size_t nb) {
-                if (nb) { memcpy(to, from, nb); }
-                to += nb;
-            };
-            put(&what, sizeof(what));
-            if (e.block) {
-                const kvq_host_pages::page & page = pages.at[(size_t) (e.from / pc() - pages.first)];
-                put(page.codes, nb_codes());
-                put(page.params, nb_params());
-                put(e.image.pos.data(), 4 * e.image.pos.size());
-                put(e.image.was.data(), 4 * e.image.was.size());
+            memcpy(to, &what, sizeof(what));
+            if (e.block) { continue; }
+            rows.resize((size_t) (e.to - e.from) * (size_t) width_of(lane));
+            lane.read(stream, e.from, e.to - e.from, rows.data());
+            if (!bits) {
+                memcpy(to + sizeof(what), rows.data(), 2 * rows.size());
             } else {
-                rows.resize((size_t) (e.to - e.from) * (size_t) width_of(lane));
-                lane.read(stream, e.from, e.to - e.from, rows.data());
-                if (!bits) {
-                    put(rows.data(), 2 * rows.size());
-                } else {
-                    put_small(rows, to);
-                }
+                put_small(rows, to + sizeof(what));
             }
         }
+        const auto block = [&](int64_t i) {
+            const entry & e = entries[(size_t) i];
+            if (e.block) { put_block(e, blob + e.at + sizeof(uint32_t)); }
+        };
+        kvq_parallel_for((int64_t) entries.size(), n_threads, block, 4);
     }
 };
 
 } // namespace
 
 size_t kvq_blob_write(const kvq_lane * const * lanes, int stream, int cell, int n, uint8_t * to, size_t nb_rows,
-    kvq_blob_head head, int least_bits) {
+    kvq_blob_head head, int least_bits, int n_threads) {
     std::vector<std::unique_ptr<lane_part>> parts;
     for (int i = 0; i < head.n_lanes; i++) {
         if (!lanes[i]->blocks_travel()) { return 0; }
@@ -339,7 +361,7 @@ size_t kvq_blob_write(const kvq_lane * const * lanes, int stream, int cell, int 
         for (const auto & part : parts) { part->lay_out(bits, nb); }
     }
     if (nb > nb_rows) { return 0; }
-    for (const auto & part : parts) { part->write(stream, to); }
+    for (const auto & part : parts) { part->write(stream, to, n_threads); }
     head.nb = nb;
     head.sum = 0;
     const int32_t zero = 0;
@@ -357,7 +379,7 @@ size_t kvq_blob_write(const kvq_lane * const * lanes, int stream, int cell, int 
     const uint32_t of_head = head_sum(front.data());
     memcpy(front.data() + 36, &of_head, 4);
     std::copy(front.begin(), front.end(), to);
-    const uint32_t sum = kvq_crc32(0, to + 20, nb - 20);
+    const uint32_t sum = kvq_crc32_parts(to + 20, nb - 20, n_threads);
     memcpy(to + 16, &sum, 4);
     return nb;
 }
@@ -370,19 +392,9 @@ bool kvq_blob_head_is_whole(const void * data) {
 
 bool kvq_blob_begins(const void * data) { return !memcmp(data, &MAGIC, 8); }
 
-bool kvq_blob_read_head(const void * data, size_t nb, kvq_blob_head & head) {
-    if (nb < KVQ_BLOB_HEAD || !kvq_blob_begins(data)) { return false; }
-    reader r = { (const uint8_t *) data + 8, (const uint8_t *) data + nb };
-    r.get(&head.nb, 1);
-    r.get(&head.sum, 1);
-    r.get(&head.tag, 1);
-    r.get(&head.model, 1);
-    r.get(&head.value, 1);
-    r.get(&head.n_lanes, 1);
-    r.get(&head.il, 1);
-    r.get(&head.n, 1);
-    return head.nb >= KVQ_BLOB_HEAD && head.nb <= nb && head.n > 0 && head.n_lanes >= 1 && head.n_lanes <= 2 &&
-        kvq_crc32(0, (const uint8_t *) data + 20, head.nb - 20) == head.sum;
+bool kvq_blob_read_head(const void * data, size_t nb, kvq_blob_head & head, int n_threads) {
+    return parse_head(data, nb, head) &&
+        kvq_crc32_parts((const uint8_t *) data + 20, head.nb - 20, n_threads) == head.sum;
 }
 
 std::string kvq_blob_restore(const kvq_blob_bytes & blob, const kvq_blob_bytes & owner, kvq_lane * const * lanes,
@@ -391,7 +403,8 @@ std::string kvq_blob_restore(const kvq_blob_bytes & blob, const kvq_blob_bytes &
     if (!read_sections(blob, own)) {
         return "the saved state is damaged: a compact tensor does not hold what it says; save it again";
     }
-    if (!owner.nb || !read_sections(owner, others)) { others.clear(); }
+    const bool shared = std::any_of(own.begin(), own.end(), [](const section & s) { return s.head.flags & SHARED; });
+    if (!shared || !owner.nb || !read_sections(owner, others)) { others.clear(); }
     for (size_t i = 0; i < own.size(); i++) {
         const std::string why =
             restore_lane(own[i], i < others.size() ? &others[i] : nullptr, *lanes[i], runs, n_threads, note);

@@ -36,12 +36,12 @@ struct kvq_blob_head {
 // caches cannot read blocks of these lanes. Rows that are in no block keep as many bits as there is room for, at least
 // `least_bits` (16: f16).
 size_t kvq_blob_write(const kvq_lane * const * lanes, int stream, int cell, int n, uint8_t * to, size_t nb_rows,
-    kvq_blob_head head, int least_bits = 16);
+    kvq_blob_head head, int least_bits = 16, int n_threads = 1);
 
 bool kvq_blob_begins(const void * data);        // of 8 bytes at least
 bool kvq_blob_head_is_whole(const void * data); // of KVQ_BLOB_HEAD bytes
 // false: not whole, or not as it was written
-bool kvq_blob_read_head(const void * data, size_t nb, kvq_blob_head & head);
+bool kvq_blob_read_head(const void * data, size_t nb, kvq_blob_head & head, int n_threads = 1);
 
 struct kvq_blob_run {
     int stream, cell, n;
@@ -57,4 +57,5 @@ struct kvq_blob_bytes {
 std::string kvq_blob_restore(const kvq_blob_bytes & blob, const kvq_blob_bytes & owner, kvq_lane * const * lanes,
     const std::vector<kvq_blob_run> & runs, int n_threads, std::string & note);
 
-uint32_t kvq_crc32(uint32_t crc, const void * data, size_t nb); // zlib's
+uint32_t kvq_crc32(uint32_t crc, const void * data, size_t nb);        // zlib's
+uint32_t kvq_crc32_parts(const void * data, size_t nb, int n_threads); // of all bytes, in several threads

@@ -476,7 +476,19 @@ static void marks() {
     marks(rows, n, W, D, gone, gone + 3, 0, 0);
 }
 
+// zlib's sum of a known text, and sums of parts put together.
+static void check_sums() {
+    CHECK(kvq_crc32(0, "123456789", 9) == 0xcbf43926u, "CRC-32 of a known text");
+    std::vector<uint8_t> bytes((3 << 20) + 77);
+    for (uint8_t & x : bytes) { x = (uint8_t) rng(); }
+    for (const size_t nb : { (size_t) 0, (size_t) 5, (size_t) 1 << 20, ((size_t) 1 << 20) + 1, bytes.size() }) {
+        CHECK(
+            kvq_crc32_parts(bytes.data(), nb, 2) == kvq_crc32(0, bytes.data(), nb), "CRC-32 of %zu bytes in parts", nb);
+    }
+}
+
 int main(int argc, char ** argv) {
+    check_sums();
     const int steps = argc > 1 ? atoi(argv[1]) : 1500;
     const unsigned seed = argc > 2 ? (unsigned) atoi(argv[2]) : 1;
     const config configs[] = {

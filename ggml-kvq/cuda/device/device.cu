@@ -268,6 +268,11 @@ void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
     check(cudaMemcpyAsync(to, host, nb, cudaMemcpyHostToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
 }
 
+void kvq_cuda_device::put_all(const kvq_copy_job * jobs, size_t n, int n_threads) {
+    use();
+    if (!staging.put(jobs, n, n_threads, stream)) { kvq_space::put_all(jobs, n, n_threads); }
+}
+
 void kvq_cuda_device::put_address_later(void * to, const void * address) {
     for (far_call & x : coming) { // rows that are on their way have another place now
         for (const void * const * rows : { x.far.k_rows, x.far.v_rows }) {

@@ -4,6 +4,7 @@
 
 #include "engine/device.h"
 #include "pinned.h"
+#include "staging.h"
 #include "types/predictor.h"
 
 #include <array>
@@ -113,6 +114,7 @@ public:
     void copy(void * to, const void * from, size_t nb) override;
     void get(void * host, const void * from, size_t nb) override;
     void put(void * to, const void * host, size_t nb) override;
+    void put_all(const kvq_copy_job * jobs, size_t n, int n_threads) override;
     void put_address_later(void * to, const void * address) override;
     void put_pages(kvq_page * to, const kvq_page * from, size_t n) override;
     void copy_later(void * to, const void * from, size_t nb) override;
@@ -333,6 +335,7 @@ private:
     uint8_t *far_sums = nullptr, *logits_memory = nullptr;
     size_t n_far_sums = 0, nb_logits_memory = 0;
     kvq_pinned_memory pinned; // alloc_far
+    kvq_staging staging;      // put_all
     bool waits() const {
         return !to_renew.empty() || !to_choose.empty() || !to_seal.empty() || !to_far.empty() || !to_turn.empty() ||
             !to_copy.empty() || !to_put.empty() || !to_set.empty();
