@@ -2,6 +2,7 @@
 """Milliseconds a token of Model.generate beside llama-completion's, in the same setting and in turns.
 
     scripts/bench_binding.py -m MODEL [--method upstream --method kivi] [-t 2] [--prompt-tokens 1500] [--most 1.25]
+    scripts/bench_binding.py -m MODEL --many 16      texts a second of generate_many over those of generate
 
 Generates twice behind a prompt, from the main thread and from another one. Exit status 1: some median is more than
 `--most` times the program's. An idle machine is needed: the machine's other work is in every figure.
@@ -20,6 +21,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "examples" / "prompt.txt"
@@ -56,9 +59,10 @@ def child(args: argparse.Namespace) -> None:
 
 def of_program(args: argparse.Namespace, method: str, prompt: str) -> float:
     """llama-completion's eval time."""
-    program = Path(sys.executable).parent / "llama-completion"
     command = [
-        program,
+        sys.executable,
+        "-c",
+        "from ggml_kvq.launcher import llama_completion; llama_completion()",
         "-m",
         args.model,
         "--kv-method",
@@ -83,6 +87,21 @@ def of_binding(args: argparse.Namespace, method: str, prompt: str) -> dict[str, 
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def texts_a_second(args: argparse.Namespace, method: str) -> tuple[float, float]:
+    """Of 2 * args.many prompts: one after the other, and args.many at once."""
+    from ggml_kvq import Model
+
+    rng, seconds = np.random.default_rng(0), []
+    for n_seq_max in (1, args.many):
+        with Model(args.model, method, n_ctx=512 * n_seq_max, n_seq_max=n_seq_max, n_threads=args.threads) as model:
+            prompts = [rng.integers(300, min(model.n_vocab, 4000), 128).tolist() for _ in range(2 * args.many)]
+            model.generate_many(prompts[:1], max_tokens=4, temperature=0)  # what a first call costs
+            start = time.perf_counter()
+            model.generate_many(prompts, max_tokens=args.tokens, temperature=0)
+            seconds.append(time.perf_counter() - start)
+    return len(prompts) / seconds[0], len(prompts) / seconds[1]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-m", "--model", required=True)
@@ -94,10 +113,18 @@ def main() -> int:
     parser.add_argument("--n-ctx", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--most", type=float, default=1.25, help="times the program's figure")
+    parser.add_argument("--many", type=int, help="sequences of one context: texts a second instead")
     parser.add_argument("--prompt", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.prompt:
         child(args)
+        return 0
+    if args.many:
+        for method in args.method or ["upstream", "kivi", "auto"]:
+            one, many = texts_a_second(args, method)
+            print(
+                f"  {method:<10} one by one {one:6.2f}, {args.many} at once {many:6.2f} a second, {many / one:.2f} times"
+            )
         return 0
     worst = 0.0
     print(

@@ -8,7 +8,7 @@ import ctypes
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -120,7 +120,7 @@ class Many:
                 waiting.append((number, ids))
             texts, self.finish_reasons = [""] * len(prompts), [""] * len(prompts)
             running: list[_Text] = []
-            free = list(range(self.n_seq_max))
+            free, rows = list(range(self.n_seq_max)), _Rows(self.n_batch, self.n_seq_max)
             try:
                 while waiting or running:
                     while waiting and free:
@@ -130,7 +130,7 @@ class Many:
                             chain.accept(token)
                         running.append(_Text(number, free.pop(0), ids, chain, Writer(stops)))
                     ended = [t for t in running if max_tokens == 0]
-                    for text, token in [] if ended else _step(self, running):
+                    for text, token in [] if ended else _step(self, rows, running):
                         reason = _take(self, text, token, max_tokens, room)
                         if reason:
                             self.finish_reasons[text.number] = reason
@@ -166,46 +166,69 @@ def _take(model: Model, text: _Text, token: int, max_tokens: int, room: int) -> 
     return reason
 
 
-def _step(model: Model, running: list[_Text]) -> list[tuple[_Text, int]]:
+class _Rows:
+    """Rows of a batch, whose memory serves all steps."""
+
+    def __init__(self, most: int, n_seq_max: int) -> None:
+        int32 = ctypes.POINTER(ctypes.c_int32)
+        self.n, self.most = 0, most
+        self._ids = (ctypes.c_int32 * n_seq_max)(*range(n_seq_max))
+        self._places = [ctypes.cast(ctypes.addressof(self._ids) + 4 * i, int32) for i in range(n_seq_max)]
+        self._token, self._pos = (ctypes.c_int32 * most)(), (ctypes.c_int32 * most)()
+        self._ones, self._seq = (ctypes.c_int32 * most)(*[1] * most), (int32 * most)()
+        self._output = (ctypes.c_int8 * most)()
+
+    def add(self, tokens: list[int], pos: int, seq: int, output: bool) -> None:
+        """Tokens of sequence `seq` from position `pos` on; output: the last one's logits are asked for."""
+        begin, self.n = self.n, self.n + len(tokens)
+        here, at = slice(begin, self.n), list(range(pos, pos + len(tokens)))
+        self._token[here] = cast("list[Any]", tokens)
+        self._pos[here] = cast("list[Any]", at)
+        self._seq[here] = [self._places[seq]] * len(tokens)
+        self._output[here] = [0] * len(tokens)
+        self._output[self.n - 1] = output
+
+    def batch(self) -> llama.llama_batch:
+        """What llama_decode takes; its arrays are those of this object."""
+        return llama.llama_batch(
+            n_tokens=self.n,
+            token=self._token,
+            pos=self._pos,
+            n_seq_id=self._ones,
+            seq_id=self._seq,
+            logits=self._output,
+        )
+
+
+def _step(model: Model, rows: _Rows, running: list[_Text]) -> list[tuple[_Text, int]]:
     """Decode one batch: a token of every text that is being written, and as much of prompts as there is room for.
     Texts whose tokens are all in the cache now, with the token that was sampled.
     """
-    rows: list[tuple[int, int, int, bool]] = []  # token, position, sequence, output
+    rows.n = 0
     at: list[tuple[_Text, int]] = []
     for text in sorted(running, key=lambda t: len(t.pending)):
-        part = text.pending[: model.n_batch - len(rows)]
+        part = text.pending[: rows.most - rows.n]
+        if not part:
+            continue
         last = len(part) == len(text.pending)
-        rows += [(x, text.n_held + i, text.seq, last and i == len(part) - 1) for i, x in enumerate(part)]
+        rows.add(part, text.n_held, text.seq, last)
         text.pending, text.n_held = text.pending[len(part) :], text.n_held + len(part)
-        if part and last:
-            at.append((text, len(rows) - 1))
-    token, pos, seq, output = (np.array(x, np.int32) for x in zip(*rows))
-    logits = output.astype(np.int8)
-    ones = np.ones(len(rows), np.int32)
-    int32 = ctypes.POINTER(ctypes.c_int32)
-    seqs = (int32 * len(rows))(*(ctypes.cast(seq.ctypes.data + 4 * i, int32) for i in range(len(rows))))
-    batch = llama.llama_batch(
-        n_tokens=len(rows),
-        token=token.ctypes.data_as(int32),
-        pos=pos.ctypes.data_as(int32),
-        n_seq_id=ones.ctypes.data_as(int32),
-        seq_id=ctypes.cast(seqs, ctypes.POINTER(int32)),
-        logits=logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-    )
-    ctx = model._open()
+        if last:
+            at.append((text, rows.n - 1))
+    batch, ctx, decode = rows.batch(), model._open(), model._libs.llama.llama_decode
 
-    def call() -> tuple[int, LogLines]:
+    def call() -> tuple[int, list[tuple[_Text, int]], LogLines]:
         log.begin()
-        status = model._libs.llama.llama_decode(ctx, batch)
-        model._libs.llama.llama_synchronize(ctx)
-        return status, log.end()
+        status = decode(ctx, batch)
+        return status, [] if status else [(text, text.chain.sample(ctx, i)) for text, i in at], log.end()
 
     try:
-        status, lines = processes.compute(call, model._stop if len(rows) > 1 or model._lab is not None else None)
+        abort = model._stop if rows.n > len(at) or model._lab is not None else None
+        status, sampled, lines = processes.compute(call, abort)
     finally:
         model._edits += 1
     if model._lab is not None:
         model._lab.check()
     if status:
-        raise DecodeError(f"decoding {len(rows)} tokens of {len(running)} texts failed: {last_problem(lines)}")
-    return [(text, text.chain.sample(ctx, i)) for text, i in at]
+        raise DecodeError(f"decoding {rows.n} tokens of {len(running)} texts failed: {last_problem(lines)}")
+    return sampled

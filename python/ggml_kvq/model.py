@@ -35,7 +35,8 @@ from .lab import session
 from .loader import LogLines, last_problem, libraries, log
 from .many import Many
 from .sampling import Chain, Sampling
-from .speculate import GuessingStep, Step
+from .speculate import GuessingStep
+from .step import Step, check_decoded, check_room
 from .vocabulary import Vocabulary
 from .writer import Writer
 
@@ -173,7 +174,7 @@ class Model(Many, Vocabulary):
         self.devices, handles = choices.devices(self._libs, method, device)
         params = lib.llama_model_default_params()
         params.devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
-        params.n_gpu_layers = n_gpu_layers if n_gpu_layers is not None else (999 if handles else 0)
+        params.n_gpu_layers = self._n_gpu_layers = (999 if handles else 0) if n_gpu_layers is None else n_gpu_layers
         self._model = lib.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self._model:
             raise ModelError(
@@ -358,11 +359,7 @@ class Model(Many, Vocabulary):
             if self._lab is not None:
                 self._lab.check()
             n_past, n = len(self._tokens), len(ids)
-            if n_past + n > self.n_ctx:
-                raise ContextOverflowError(
-                    f"{n_past + n} tokens exceed n_ctx={self.n_ctx}; open the model with a larger n_ctx or shorten the"
-                    " text"
-                )
+            check_room(self, n)
             batch = llama.llama_batch(
                 n_tokens=n,
                 token=ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
@@ -384,11 +381,7 @@ class Model(Many, Vocabulary):
                 self._edits += 1
             if self._lab is not None:
                 self._lab.check()
-            if status:
-                what = {1: "no room in the KV cache", 2: "aborted", -1: "invalid batch"}.get(status, f"status {status}")
-                raise DecodeError(
-                    f"decoding {n} tokens at {n_past} failed ({what}): {last_problem(lines)}; reset() and try again"
-                )
+            check_decoded(status, lines, n, n_past)
             n_out = int(mask.sum())
             if not n_out:
                 return np.empty((0, self.n_vocab), np.float32)
@@ -493,8 +486,8 @@ class Model(Many, Vocabulary):
                     " larger n_ctx"
                 )
             self._edits += 1  # whatever generates still is stale
-            step = GuessingStep(self) if speculate else Step(self)
-            pieces = self._generate(step, ids, max_tokens, stops, chosen, self._edits)
+            steps = GuessingStep(self) if speculate else Step(self)
+            pieces = self._generate(steps, ids, max_tokens, stops, chosen, self._edits)
             self._generating = threading.current_thread(), weakref.ref(pieces)
             return pieces
 
@@ -514,7 +507,7 @@ class Model(Many, Vocabulary):
                 )
 
     def _generate(
-        self, step: Step, ids: list[int], max_tokens: int, stops: list[str], options: Sampling, edits: int
+        self, steps: Step, ids: list[int], max_tokens: int, stops: list[str], options: Sampling, edits: int
     ) -> Generator[str, None, None]:
         self._check_own(edits)
         self.finish_reason = reason = ""  # the attribute may be a newer generator's by the time this one goes on
@@ -529,7 +522,7 @@ class Model(Many, Vocabulary):
             while not reason:
                 with self._lock:
                     self._check_own(edits)
-                    token = step.next(ids, chain)
+                    token = steps.next(ids, chain)
                     edits = self._edits
                 if self._ends(token):
                     self.finish_reason = reason = "eos"

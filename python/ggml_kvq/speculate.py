@@ -13,22 +13,10 @@ import numpy as np
 
 from .errors import KvqError, MethodError
 from .sampling import Chain
+from .step import Step
 
 if TYPE_CHECKING:
     from .model import Model
-
-
-class Step:
-    """One token at a time, each step decoding the token sampled last."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    def next(self, ids: list[int], chain: Chain) -> int:
-        """Append `ids` to the cache and sample the token after them."""
-        for _ in self.model.feed(ids):
-            pass
-        return chain.sample(self.model.context)
 
 
 class GuessingStep(Step):
