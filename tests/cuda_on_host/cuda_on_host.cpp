@@ -7,9 +7,17 @@
 
 #include <csetjmp>
 #include <ucontext.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
+#if defined(__F16C__)
+float host_half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+uint16_t host_float_to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+#else
 float host_half_to_float(uint16_t h) { return kvq_f16_to_f32(h); }
 uint16_t host_float_to_half(float x) { return kvq_f32_to_f16(x); }
+#endif
 
 dim3 threadIdx, blockIdx, gridDim, blockDim;
 
@@ -219,7 +227,7 @@ struct registers {
     registers(const uint32_t * mine, int n) : x(host_cuda::exchange_registers(mine, n)) {}
 };
 
-float half_of(uint32_t x, int i) { return kvq_f16_to_f32((uint16_t) (x >> 16 * i)); }
+float half_of(uint32_t x, int i) { return host_half_to_float((uint16_t) (x >> 16 * i)); }
 int byte_of(uint32_t x, int i) { return (int8_t) (x >> 8 * i); }
 
 } // namespace

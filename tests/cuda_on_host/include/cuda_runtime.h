@@ -26,6 +26,12 @@
 #define __align__(n)
 #define __CUDA_ARCH__ 0
 
+// as the C library's, which are calls
+static inline float host_fmaxf(float x, float y) { return x > y || y != y ? x : y; }
+static inline float host_fminf(float x, float y) { return x < y || y != y ? x : y; }
+#define fmaxf host_fmaxf
+#define fminf host_fminf
+
 struct dim3 {
     unsigned x, y, z;
     dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
