@@ -37,7 +37,7 @@ ARMS = (
     "kivi:declare=auto,higgs:declare=auto,auto:bits=2.5:declare=auto,aqua:predictor=none:declare=auto,"
     "zipcache:declare=auto"
 )
-CHUNK = 256  # tokens of a sequence while the rows are computed: attention over them is short
+CHUNK, SEQUENCES = 256, 255  # tokens of a sequence while the rows are computed: attention over them is short
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -106,19 +106,20 @@ class Arm:
 
 def rows_of(a: argparse.Namespace, n_ctx: int) -> Bytes:
     """The state of `depth` random tokens, computed by upstream's cache."""
+    chunk = max(CHUNK, -(-a.depth // SEQUENCES))
     with Model(a.model, "upstream", n_ctx=256, n_threads=a.threads, device=a.device) as m:
         lib = m._libs.llama
         cp = lib.llama_memory_seq_cp
         cp.restype, cp.argtypes = None, [c_void_p, c_int32, c_int32, c_int32, c_int32]
         params = lib.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = n_ctx, -(-a.depth // CHUNK) + 1
-        params.n_batch = params.n_ubatch = CHUNK
+        params.n_ctx, params.n_seq_max = n_ctx, -(-a.depth // chunk) + 1
+        params.n_batch = params.n_ubatch = chunk
         params.n_threads = params.n_threads_batch = a.threads
         params.flash_attn_type, params.kv_unified = 1, True
         ctx = lib.llama_init_from_model(m._model, params)
         rng = np.random.default_rng(0)
-        for at in range(0, a.depth, CHUNK):
-            n, seq = min(CHUNK, a.depth - at), at // CHUNK + 1
+        for at in range(0, a.depth, chunk):
+            n, seq = min(chunk, a.depth - at), at // chunk + 1
             ids = pointer(c_int32(seq))
             batch = llama.llama_batch(
                 n_tokens=n,
