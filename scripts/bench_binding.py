@@ -122,9 +122,7 @@ def main() -> int:
     if args.many:
         for method in args.method or ["upstream", "kivi", "auto"]:
             one, many = texts_a_second(args, method)
-            print(
-                f"  {method:<10} one by one {one:6.2f}, {args.many} at once {many:6.2f} a second, {many / one:.2f} times"
-            )
+            print(f"  {method:<10} texts a second: {one:.2f} one by one, {many:.2f} at once, {many / one:.2f} times")
         return 0
     worst = 0.0
     print(
