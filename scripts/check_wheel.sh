@@ -133,7 +133,7 @@ if ls ggml_kvq_cu13-*.whl >/dev/null 2>&1; then
     for command in "venv/bin/llama-completion -m model.gguf --kv-method kivi -p x -n 4 -no-cnv" "venv/bin/ggml-kvq methods"; do
         code=0
         $command </dev/null >said 2>&1 || code=$?
-        { [ $code -ge 1 ] && [ $code -lt 126 ] && [ "$(wc -l <said)" = 1 ] && grep -q 'built with CUDA' said; } ||
+        { [ $code -ge 1 ] && [ $code -lt 126 ] && [ "$(wc -l <said)" = 1 ] && grep -q "it has CUDA kernels and needs the CUDA runtime: pip install" said; } ||
             { echo "$command: exit $code"; cat said; exit 1; }
         echo "add-on: exit $code, $(cat said)"
     done
