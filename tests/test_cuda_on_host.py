@@ -116,19 +116,25 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
     def run(program: Path, what: str, capability: str, products: str = "") -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **({"KVQ_CUDA_AS": capability} if capability else {})}
         env.update({"KVQ_CUDA_BYTES": products} if products else {})
-        return subprocess.run([str(program), what], capture_output=True, text=True, check=False, timeout=2400, env=env)
+        command = [str(program), *what.split()]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=2400, env=env)
 
-    # then as cards with 99 KB of shared memory a block: the host refuses launches that ask for more
-    cases: list[tuple[Path, str, str, str]] = []
-    cases += [(program, "host", capability, "") for capability in ("", "8.6") for program in programs]
+    # Then as cards with 99 KB of shared memory a block: the host refuses launches that ask for more. The kernels that
+    # attend choose by it; sealing, stores and far rows do not.
+    kernels_of = tmp_path / "test_cuda"
+    near_limit = [f"attention {part} host" for part in ("wide", "listed", "bytes", "open", "fine", "rest")]
     limits = {"8.0": 163, "8.6": 99, "9.0": 227}  # KB
-    cases += [(tmp_path / "test_cuda", "limits", capability, products) for capability in limits for products in "01"]
+    cases = [(program, "host", "", "") for program in programs]
+    cases += [(tmp_path / "test_cuda_policies", "host", "8.6", "")]
+    cases += [(kernels_of, what, "8.6", "") for what in ("split quick", *near_limit)]
+    cases += [(kernels_of, "limits", capability, products) for capability in limits for products in "01"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = list(pool.map(lambda case: run(*case), cases))
     for (_, what, capability, _), result in zip(cases, done, strict=True):
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
         if what == "host":
             assert "attention: " in result.stdout
+        if what != "limits":
             continue
         print(result.stdout)
         sizes = [int(line.split()[-1]) for line in result.stdout.splitlines() if line.split()[-1].isdigit()]

@@ -399,7 +399,7 @@ int main(int argc, char ** argv) {
         } else if (argc > 2 && !strcmp(argv[2], "rest")) {
             attention_matrix(d, argc > 3, true);
         } else if (argc > 2) {
-            fine_attention(d, false);
+            fine_attention(d, argc > 3);
         } else {
             attention_matrix(d, false);
         }
