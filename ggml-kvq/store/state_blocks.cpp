@@ -121,7 +121,7 @@ bool parse_head(const void * data, size_t nb, kvq_blob_head & head) {
 }
 
 bool read_sections(const kvq_blob_bytes & blob, std::vector<section> & out) {
-    kvq_blob_head head;
+    kvq_blob_head head = {};
     if (!parse_head(blob.data, blob.nb, head)) { return false; }
     reader r = { blob.data + KVQ_BLOB_HEAD, blob.data + head.nb };
     for (int i = 0; i < head.n_lanes; i++) {
