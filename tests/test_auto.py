@@ -54,10 +54,11 @@ def test_every_level_takes_more_than_the_one_below_and_is_the_references(lib: CD
     shapes = [LayerShape(*s) for s in LAYERS]
     for text in ("none", order):
         last = 0.0
-        for level in range(top * 12 + 1):
+        for level in range(top * 12 + 2):
             got = planned(lib, f"level={level},order={text},pairs={pairs}")
             plans = METHODS["auto"](level=level, order=text, pairs=pairs).plans(shapes)
             codecs = [(p.k.codec, p.v.codec) for p in plans]
+            assert {c.scale for pair in codecs for c in pair} == {1 if level > top * 12 else 2}
             keys = [(k.bits + k.fast_bits) / 2 if k.split else k.bits for k, _ in codecs]
             bits = (sum(keys) + sum(v.bits for _, v in codecs)) / 24
             assert got["bits_headline"] == pytest.approx(bits) and got["bits"] > last
@@ -90,7 +91,7 @@ def test_keys_are_split_where_means_are_taken_off(lib: CDLL) -> None:
 @pytest.mark.parametrize("n_stream", [1, 3])
 def test_bits_are_kept_and_used(lib: CDLL, layers: Any, n_stream: int) -> None:
     """Never above what was asked for at the context that is named, and one level more would be."""
-    top = TOP * len(layers)
+    top = TOP * len(layers) + 1
     for n_cells in (1024, 32768, 131072):
         sizes = [planned(lib, f"level={level}", n_cells, layers, n_stream)["bits"] for level in range(top + 1)]
         for bits in (1.25, 1.5, 2.0, 2.25, 2.5, 3.1, 4.25, 16.0):

@@ -68,14 +68,16 @@ def test_channels_without_energy_have_finite_gains() -> None:
     assert sorted(channel[0]) == list(range(16)) and np.isfinite(gain).all() and (gain > 0).all()
 
 
-@pytest.mark.parametrize("rung", SORTED_KEYS)
-def test_the_error_of_a_logit_is_known_before_it_is_tried(rung: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("rung", "whole"), [*((rung, rung == (4, 4)) for rung in SORTED_KEYS), ((4, 4), False)])
+def test_the_error_of_a_logit_is_known_before_it_is_tried(rung: tuple[int, int], whole: bool) -> None:
     """Random keys and queries of given energies, sealed by the definition: their logits err as logit_errors says."""
     rng = np.random.default_rng(3)
     keys, queries = np.exp(rng.normal(size=(2, 2, 64)) * 1.5)
     channel, gain = sorted_keys(keys, queries, "norm")
     weak, strong = rung
-    c = Codec(LATTICE, K, strong, 2, 2, 0, 0.0, 256, 64, split=SPLIT_NORM, fast_bits=weak)
+    c = Codec(LATTICE, K, strong, 2, 2, 0, 0.0, 256, 64)
+    if not whole:
+        c = c.with_(split=SPLIT_NORM, fast_bits=weak)
     found = 0.0
     for h in range(2):
         k = (rng.normal(size=(256, 64)) * np.sqrt(keys[h])).astype(np.float32)
@@ -83,7 +85,7 @@ def test_the_error_of_a_logit_is_known_before_it_is_tried(rung: tuple[int, int])
         block = lattice.encode(c, lattice.sort_rows(k, channel[h], gain[h]).astype(np.float16))
         back = lattice.unsort_rows(lattice.decode(c, *block), channel[h], gain[h])
         found += np.square(q @ (back - k).T / 8).mean() / 2
-    said = logit_errors(keys, queries, "norm", [rung])[0]
+    said = logit_errors(keys, queries, "norm", [rung], one_block=whole)[0]
     assert said == pytest.approx(found, rel=0.15)
 
 
@@ -128,13 +130,14 @@ def test_levels_are_the_references(lib: CDLL) -> None:
     shapes = [LayerShape(*s) for s in LAYERS]
     for order in ("none", ".".join(rng.permutation(sides))):
         last = 0.0
-        for level in range(len(sides) + 1):
+        for level in range(len(sides) + 2):
             got = native.plan(lib, "auto", f"level={level},order={order},pairs=sorted", LAYERS, 4096, n_layer_model=12)
             plans = METHODS["auto"](level=level, order=order, pairs="sorted").plans(shapes)
             keys = [(k.bits + k.fast_bits) / 2 if k.split else k.bits for k in (p.k.codec for p in plans)]
             bits = (sum(keys) + sum(p.v.codec.bits for p in plans)) / 24
             assert got["bits_headline"] == pytest.approx(bits) and got["bits"] >= last
             last = got["bits"]
+    assert {(p.k.codec.scale, p.v.codec.scale) for p in plans} == {(1, 1)}
     rungs = {(p.k.codec.fast_bits, p.k.codec.bits) if p.k.codec.split else (4, 4) for p in plans}
     assert rungs == {SORTED_KEYS[-1]} and {p.v.codec.bits for p in plans} == {SORTED_VALUES[-1]}
     for wrong in ("0k.0v", "0.1.2", ".".join(sides[1:]), "0x"):
@@ -145,7 +148,7 @@ def test_levels_are_the_references(lib: CDLL) -> None:
 # ------------------------------------------------------------------ reading them
 
 
-@pytest.mark.parametrize(("weak", "strong"), [k for k in SORTED_KEYS if k[0] != k[1]] + [(0, 4), (3, 2)])
+@pytest.mark.parametrize(("weak", "strong"), [*SORTED_KEYS, (0, 4), (3, 2)])
 @pytest.mark.parametrize(("head", "neox"), [(64, 0), (128, 1), (96, 1)])
 @pytest.mark.parametrize("moved", [False, True])
 def test_attention_over_sorted_keys(lib: CDLL, weak: Any, strong: Any, head: int, neox: Any, moved: Any) -> None:
@@ -159,7 +162,13 @@ def test_attention_over_sorted_keys(lib: CDLL, weak: Any, strong: Any, head: int
     average = [rng.normal(size=(heads, head)).astype(np.float32) for _ in range(2)]
     energy = np.exp(rng.normal(size=(2, heads, head)))
     channel, gain = sorted_keys(energy[0], energy[1], "neox" if neox else "norm")
-    keys = Codec(LATTICE, K, strong, 2, 1, 0, 0.0, 32, head).with_(split=SPLIT_NORM, fast_bits=weak)
+    keys = Codec(LATTICE, K, strong, 2, 1, 0, 0.0, 32, head)
+    if weak != strong:
+        keys = keys.with_(split=SPLIT_NORM, fast_bits=weak)
+    else:  # one block: channels stay where they are, with their gains
+        by_channel = np.argsort(channel, axis=1)
+        channel, gain = (np.take_along_axis(x, by_channel, axis=1) for x in (channel, gain))
+        assert (channel == np.arange(head)).all()
     values = Codec(LATTICE, V, 3, 2, 1, 0, 0.0, 32, head)
     exact: list[Any] = [np.zeros((heads, n, head)) for _ in range(2)]
     pages: list[kernels.Page] = []

@@ -299,13 +299,13 @@ def test_more_bits_than_auto_has_are_told_so(demo_model: Path) -> None:
     def notes(bits: str) -> str:
         return "\n".join(launcher.command("llama-cli", ["-m", str(demo_model), "--kv-bits", bits], {}).notes)
 
-    assert "auto ends at 4.2 bits; for more: --kv-method kivi --kv-opt bits=4, or --kv-method f16" in notes("8")
+    assert "auto ends at 4.3 bits; for more: --kv-method kivi --kv-opt bits=4, or --kv-method f16" in notes("8")
     assert "ends at" not in notes("4.25")
-    words = r"kv_bits=16: auto ends at 4.2 bits; for more pass kv_method='kivi', kv_opts=\{'bits': 4\}"
+    words = r"kv_bits=16: auto ends at 4.3 bits; for more pass kv_method='kivi', kv_opts=\{'bits': 4\}"
     with pytest.warns(UserWarning, match=words):
         model = Model(demo_model, kv_bits=16, n_ctx=512, n_threads=1)
     with model:
-        assert "; auto ends at 4.2" in model.load_line
+        assert "; auto ends at 4.27" in model.load_line
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with Model(demo_model, kv_bits=4.25, n_ctx=512, n_threads=1) as model:

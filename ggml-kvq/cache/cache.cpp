@@ -116,14 +116,17 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     return true;
 }
 
-// Sorting and turning commute: what is turned together has neighbouring channels in a block, and one gain.
+// Sorting and turning commute: what is turned together has one gain, and of keys in halves neighbouring channels.
 static bool keeps_pairs(const kvq_order & order, const kvq_rope & rope, const kvq_lane_layout & l) {
-    const int D = l.codec.head_size;
+    const int D = l.codec.head_size, apart = rope.neox ? D / 2 : 1;
+    const bool halves = l.codec.split != 0;
     if (rope.n_dims && rope.n_dims != D) { return false; }
-    for (int i = 0; rope.n_dims && i < l.n_head * D; i += 2) {
-        const int x = order.channel[i], y = order.channel[i + 1];
-        const bool pair = rope.neox ? y == x + D / 2 : x % 2 == 0 && y == x + 1;
-        if (!pair || order.gain[i] != order.gain[i + 1]) { return false; }
+    for (int j = 0; rope.n_dims && j < l.n_head * D / 2; j++) {
+        const int head = j / (D / 2) * D, pair = j % (D / 2);
+        const int x = head + (halves || !rope.neox ? 2 * pair : pair), y = x + (halves ? 1 : apart); // their places
+        const int c = order.channel[x];
+        const bool first = rope.neox ? c < D / 2 : c % 2 == 0;
+        if (!first || order.channel[y] != c + apart || order.gain[x] != order.gain[y]) { return false; }
     }
     return true;
 }

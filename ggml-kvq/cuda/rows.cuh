@@ -177,6 +177,17 @@ template <int LANES, int Q> struct quads {
             x[q][3] = v.w;
         }
     }
+    // Keys in one block, as they were before their gains; back: [head][n] or NULL (kvq_order)
+    static __device__ __forceinline__ void undo_gains(const float * back, int h, bool valid, int n, row & x) {
+        if (!back) { return; }
+        row f;
+        load(back + (size_t) h * n, valid, n, f);
+#pragma unroll
+        for (int q = 0; q < Q; q++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) { x[q][j] *= f[q][j]; }
+        }
+    }
     static __device__ __forceinline__ void store_half(uint16_t * to, int head_size, int stride, const row & x) {
 #pragma unroll
         for (int q = 0; q < Q; q++) {

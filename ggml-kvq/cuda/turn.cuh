@@ -18,7 +18,8 @@ struct kvq_turn {
     const float * mean; // [head][head size]; NULL: no mean
     kvq_device_rotary rotary;
     const int32_t *positions, *sealed; // of cells; sealed NULL: before rotary embedding
-    kvq_device_order back;             // from a block's order to the head's
+    kvq_device_order back;             // from a block's order to the head's; keys in one block: gains alone
+    bool leaves_out() const { return mean || rotary.n || back.gain; }
 };
 
 constexpr int TURN_MAX = 512; // channels of a head

@@ -295,8 +295,7 @@ kvq_status kvq_calibration_load(
         if (get_u32(f.g, (base + ".prev").c_str(), prev)) { l.prev = (int) prev; }
         if (l.k_mean.empty()) { continue; }
         kvq_calibration::layer & kept = out.layers[(int) il] = l;
-        kept.k_order.look();
-        kept.k_left.look();
+        kept.look();
     }
     return out.layers.empty() ? refuse("kvq.aqua.blk.0.k.bias is missing") : KVQ_OK;
 }

@@ -72,8 +72,7 @@ bool kvq_take_share(const kvq_device_context * dev, kvq_cache_draft & draft) {
         l.k = l.v = l.fold = {};
         for (int v = 0; v < 2; v++) { first[v] += n[v]; }
         kvq_calibration::layer & kept = mine->layers[d.il] = std::move(l);
-        kept.k_order.look();
-        kept.k_left.look();
+        kept.look();
     }
     draft.calibration = mine;
     return true;

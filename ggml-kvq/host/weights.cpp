@@ -120,7 +120,7 @@ bool kvq_calibration_of_weights(
         if (!wv || wv->ne[1] > MOST || !vector_of(f, base + "attn_k.bias", l.k_mean)) { return false; }
         if (!vector_of(f, base + "attn_v.bias", l.v_mean)) { l.v_mean.assign((size_t) wv->ne[1], 0.0f); }
         sorted = sorted && sort_layer(f, base, model.head_size_k, l);
-        (out.layers[il] = l).k_order.look();
+        (out.layers[il] = l).look();
     }
     return !out.layers.empty();
 }

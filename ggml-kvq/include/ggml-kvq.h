@@ -233,6 +233,7 @@ KVQ_API void kvq_rotary_free(const kvq_rotary * rotary);
 // of equal weight lie in one block (types/lattice.h). Of channel i of a block of head h, j = h*head_size + i:
 //   encoded[i] = key[channel[j]] * gain[j]        key[channel[j]] = decoded[i] * back[j]
 // Two channels that rotary embedding turns together share a gain and stay neighbours, so sorting and turning commute.
+// In keys of one block channels stay where they are, channel[j] = i, and each has its gain.
 typedef struct kvq_order {
     const uint16_t * channel; // [n_head_kv][head_size], of each head a permutation of 0..head_size-1
     const float *gain, *back; // likewise; finite, > 0
@@ -318,7 +319,7 @@ typedef struct kvq_attn {
     const int32_t * sealed; // position of every cell when it was encoded; NULL: before rotary embedding
     int64_t map_stride;     // of the maps of pages, from one KV head to the next; 0: one map for all heads
     const kvq_far * far;    // NULL: one tier. Pages have no maps then, and n_cells slots
-    // Split lattice keys that are sorted: key = R_(pos - sealed) unsorted(decoded) + R_pos mean; NULL: they are not
+    // Sorted lattice keys: key = R_(pos - sealed) unsorted(decoded) + R_pos mean; NULL: no order and no gains
     const kvq_order * k_order;
 } kvq_attn;
 

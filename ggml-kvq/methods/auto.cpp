@@ -6,7 +6,7 @@
 //   rung                 0      1      2      3      4      5      6
 //   pairs=norm|neox    0|2/1  0|2/2  0|4/2  0|4/3  2|4/3  2|4/4   4/4
 //   pairs=none          1/1    2/1    2/2    3/2    3/3    4/4
-//   pairs=sorted       keys: 1|2  1|3  1|4  2|4  4       values: 1  2  3  4
+//   pairs=sorted       keys: 1|2  1|3  1|4  2|4   4      values: 1  2  3  4
 // w|s are bits of the weak and of the strong half of the rotary pairs of keys (types/lattice.h). Calibrated data say
 // which pairs are strong, where a head turns as a whole:
 //   sorted       in each head those whose key energy times query energy is large, by what an error adds to a logit
@@ -17,6 +17,7 @@
 // it: of sorted keys, first use estimates it from what it measures anyway (calibrate/ladder.py). Without it
 //   sorted       all layers rise together, in the order of DEFAULT_STEPS
 //   others       the upper half of the layers stands one or two rungs above the lower half
+// The last level has the highest rungs everywhere and scales of 8 bits instead of 4.
 // With `far` the same blocks are the near copy of a second tier (SpeCache), which lies in host memory.
 #include "method.h"
 
@@ -53,7 +54,8 @@ static const kvq_option_info options[] = {
     { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: as calibrated", "AQUA-KV section 4" },
     KVQ_OPTION_WINDOW("64", "AQUA-KV section 4"),
     { "sinks", "int", "4", "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },
-    { "scales", "f16|u8|u4", "u4", "format of the scale of a cell", "ggml-kvq" },
+    { "scales", "auto|f16|u8|u4", "auto", "format of the scale of a cell; auto: u4, and u8 on the last level",
+        "ggml-kvq" },
     { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },
     KVQ_OPTIONS_STATE,
     { "far", "none|f16|q8|q4", "none",
@@ -75,8 +77,8 @@ static constexpr double USUAL_BITS = 2.5;
 static constexpr int LONG_CONTEXT = 131072; // tokens at which bits count, in all caches of a model alike
 
 // Of sorted keys, fast: the weak half; values have 1 + their rung bits. Keys have 4|4 bits only where values have 4,
-// too: there are no kernels for others. They stay halves for their gains: Gemma 3 has 0.0106 with them at 4.25 bits,
-// 0.0146 with one block.
+// too: there are no kernels for others. These are one block with the gains, which errs less than halves of equal bits
+// (docs/decisions/gains.md). Of what predictors leave they are halves.
 static constexpr rung sorted_keys[] = { { 1, 2, 0 }, { 1, 3, 0 }, { 1, 4, 0 }, { 2, 4, 0 }, { 4, 4, 0 } };
 static constexpr int KEY_RISES = sizeof(sorted_keys) / sizeof(rung) - 1, VALUE_RISES = 3;
 static rung sorted_rung(int k, int v) {
@@ -97,7 +99,10 @@ static int n_rises(const kvq_options & o, int riser) {
                     : (int) (splits(o) ? sizeof(split_rungs) : sizeof(whole_rungs)) / (int) sizeof(rung) - 1;
 }
 static int n_rises_of_layer(const kvq_options & o) { return sorts(o) ? KEY_RISES + VALUE_RISES : n_rises(o, 0); }
-static int n_levels(const kvq_options & o, int n_layer) { return n_rises_of_layer(o) * n_layer + 1; }
+// scales=auto: above the highest rungs there is one more level, whose scales have 8 bits
+static int n_levels(const kvq_options & o, int n_layer) {
+    return n_rises_of_layer(o) * n_layer + 1 + o.is("scales", "auto");
+}
 
 static kvq_method::limit most(const kvq_options & o) {
     const double bits = o.real("bits");
@@ -254,15 +259,23 @@ static kvq_status plan(
     o.values["bits"] = "0";
     o.values["k_bits"] = std::to_string(halves ? at.slow : at.whole());
     o.values["v_bits"] = std::to_string(at.v);
+    if (o.is("scales", "auto")) { o.values["scales"] = level > (int) order.size() ? "u8" : "u4"; }
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
-    // sorted keys lie in their order already, strong pairs where slow ones are
+    // sorted keys lie in their order already, strong pairs where slow ones are; in one block they have its gains alone
     const bool sorted = sorts(given) && halves && !(predicted && !c.prev);
-    if (status == KVQ_OK && halves && (at.fast != at.slow || sorted)) {
+    const bool split = halves && (at.fast != at.slow || (sorted && predicted));
+    if (status == KVQ_OK && split) {
         out.k.split = given.is("pairs", "neox") && !sorts(given) ? KVQ_SPLIT_NEOX : KVQ_SPLIT_NORM;
         out.k.fast_bits = at.fast;
     }
     if (status != KVQ_OK || !means) { return status; }
-    out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "sort", sorted }, { "counts_shared", !c.prev } });
+    out.add("transform",
+        { { "unrotate", 1 }, { "mean", 1 },
+            { "sort",
+                !sorted     ? 0
+                    : split ? KVQ_SORT_BLOCKS
+                            : KVQ_SORT_GAINS },
+            { "counts_shared", !c.prev } });
     if (!predicted) { return KVQ_OK; }
     const kvq_status chained = kvq_plan_predictor(given, c, out, err);
     const size_t cure = chained == KVQ_OK ? std::string::npos : err.find("predictor=bias"); // of aqua

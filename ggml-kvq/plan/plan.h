@@ -10,6 +10,12 @@
 #include <utility>
 #include <vector>
 
+// Values `sort` of part transform
+enum {
+    KVQ_SORT_BLOCKS = 1, // keys in halves: channels take the order and the gains of kvq_order
+    KVQ_SORT_GAINS,      // keys in one block: channels stay where they are, with those gains
+};
+
 struct kvq_part {
     std::string name;
     std::vector<std::pair<std::string, double>> values;

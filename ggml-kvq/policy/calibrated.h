@@ -3,6 +3,7 @@
 
 #include "chain.h"
 
+#include <algorithm>
 #include <vector>
 
 struct kvq_layer_calibration {
@@ -14,6 +15,26 @@ struct kvq_layer_calibration {
         kvq_order view = {}; // of those three, where they lie now
         void look() { view = { channel.data(), gain.data(), back.data() }; }
     } k_order, k_left;
+    order k_gains; // of keys in one block: the gains of k_order, channels stay where they are
     int prev = -1; // the layer before it in the cache
     kvq_chain_weights w;
+
+    // Once the vectors lie where they stay. What k_order names wrongly is left out: kvq_calibration::fits refuses it.
+    void look() {
+        const size_t n = k_order.channel.size(),
+                     head = n ? 1 + (size_t) *std::max_element(k_order.channel.begin(), k_order.channel.end()) : 0;
+        k_gains = {};
+        k_gains.channel.resize(n);
+        k_gains.gain.assign(n, 1.0f);
+        k_gains.back.assign(n, 1.0f);
+        for (size_t i = 0; i < n; i++) {
+            const size_t at = i / head * head + k_order.channel[i];
+            k_gains.channel[i] = (uint16_t) (i % head);
+            if (at < n) {
+                k_gains.gain[at] = k_order.gain[i];
+                k_gains.back[at] = k_order.back[i];
+            }
+        }
+        for (order * o : { &k_order, &k_left, &k_gains }) { o->look(); }
+    }
 };

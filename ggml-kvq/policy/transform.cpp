@@ -193,7 +193,10 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
         const float * its_mean = mean ? (value ? at.data->v_mean : at.data->k_mean).data() : nullptr;
         at.transforms[value] = at.own(new kvq_transform(value, its_mean, value ? nullptr : positions));
         if (!value && part.get("sort") > 0) {
-            at.transforms[value]->order = &(at.plan.part("chain") ? at.data->k_left : at.data->k_order).view;
+            const auto & order = at.plan.part("chain") ? at.data->k_left
+                : part.get("sort") == KVQ_SORT_GAINS   ? at.data->k_gains
+                                                       : at.data->k_order;
+            at.transforms[value]->order = &order.view;
         }
         at.lane(value).add(at.transforms[value]);
     }

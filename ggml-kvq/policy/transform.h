@@ -12,7 +12,7 @@
 // Of sorted keys, channels take another order and gains as the last step (kvq_order).
 //
 //   part transform   unrotate: 1, keys lose their rotary embedding; mean: 1, pages lose a calibrated mean per channel;
-//                    sort: 1, keys are sorted;
+//                    sort: KVQ_SORT_BLOCKS, KVQ_SORT_GAINS (plan/plan.h);
 //                    counts_shared: 1 in the layer whose bytes count the table of positions
 //   data             kvq.aqua.blk.<il>.{k,v}.bias (cache/calibration.h)
 #pragma once

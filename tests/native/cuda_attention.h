@@ -144,12 +144,13 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         CHECK(d.expand(a.data(), c.n_stream, &there[0], &there[1]), "out of memory");
         std::vector<uint16_t> rows((size_t) c.n_stream * n_kv * c.n_kv_heads * D);
         for (int r = 0; r < 2; r++) {
+            const float most = c.sorted && !r ? 4.0f : 1.0f; // some_order's gains: what rounding before them grows by
             d.get(rows.data(), there[r], rows.size() * 2);
             for (size_t i = 0; i < rows.size(); i++) {
                 const size_t per = rows.size() / c.n_stream, s = i / per, cell = i % per / ((size_t) c.n_kv_heads * D);
                 const float want = w.pages[s * w.k.n_pages + cell / P].n_slots ? (r ? w.vx : w.kx)[s][i % per] : 0.0f,
                             got = kvq_f16_to_f32(rows[i]);
-                CHECK(fabsf(got - want) <= 2e-3f * fabsf(want) + 5e-3f,
+                CHECK(fabsf(got - want) <= 2e-3f * fabsf(want) + 5e-3f * most,
                     "expanded %s of cell %zu is %g, not %g (bits %d/%d group %d scale %d D %d)", r ? "V" : "K", cell,
                     got, want, c.kb, c.vb, c.group, c.scale, D);
             }
@@ -335,6 +336,7 @@ static void wide_attention(kvq_cuda_device & d, bool quick) {
             c.n_dims = i % 3 ? 0 : D / 2;
             c.neox = i % 2;
             c.stayed = true;
+            c.sorted = (i + D / 16) % 2;
             const int64_t before = d.n_means;
             attention(c);
             CHECK(d.n_means > before || (D == 512 && c.kb >= 3 && getenv("KVQ_CUDA_AS")),
@@ -470,6 +472,7 @@ static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false)
                 c.neox = turns == 3;
                 c.stayed = true;
                 c.torn = x.first == 3;
+                c.sorted = (x.first + D / 64 + turns / 2) % 2;
                 const int64_t before = d.n_means;
                 short_attention(c);
                 CHECK(d.n_means > before, "bits %d/%d D %d: no kernel for pages without their means ran", c.kb, c.vb,

@@ -23,7 +23,7 @@ struct attention_case {
     int split = 0, fast = 0; // of keys: kvq_split, bits of the fast half; kb are those of the slow one
     float low = 0;           // mask of all cells but the first
     int open = 0;            // pages at each end that are open, all between them sealed
-    bool sorted = false;     // channels of sealed keys have another order, and gains
+    bool sorted = false;     // channels of sealed keys have gains, and another order where they are split
 };
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.
@@ -33,7 +33,7 @@ static const float * some_means(int n) {
     for (auto & x : all.back()) { x = 2.0f * normal(); }
     return all.back().data();
 }
-static const kvq_order * some_order(int n_head, int D) {
+static const kvq_order * some_order(int n_head, int D, bool sorts) {
     struct held {
         std::vector<uint16_t> channel;
         std::vector<float> gain, back;
@@ -44,7 +44,7 @@ static const kvq_order * some_order(int n_head, int D) {
     held & x = *all.back();
     for (int i = 0; i < n_head * D; i++) {
         x.channel.push_back((uint16_t) (i % D));
-        std::swap(x.channel.back(), x.channel[(size_t) (i / D * D + uniform(0, i % D))]);
+        if (sorts) { std::swap(x.channel.back(), x.channel[(size_t) (i / D * D + uniform(0, i % D))]); }
         x.gain.push_back(exp2f(0.25f * (float) uniform(-8, 8)));
         x.back.push_back(1.0f / x.gain.back());
     }
@@ -103,7 +103,7 @@ struct world { // one layer, random page states; decoded values kept in f64-read
         if (c.turns) {
             left_out[0].rotor = some_rotor(c.n_dims ? c.n_dims : D, c.neox, c.turns == 5);
             for (int r = 0; r < 2 && c.turns != 4; r++) { left_out[r].mean = some_means(H * D); }
-            left_out[0].order = c.sorted ? some_order(H, D) : nullptr;
+            left_out[0].order = c.sorted ? some_order(H, D, c.split != 0) : nullptr;
             const int lead = fill ? 37 * uniform(0, 2) : 0; // 0: windows of 64 positions begin with pages
             for (size_t i = 0; i < pages.size() * P; i++) {
                 const int cell = (int) (i % ((size_t) np * P));

@@ -229,14 +229,14 @@ bool kvq_cuda_device::reads_sealed(const kvq_attn * attn, int n, kvq_attend_args
         a.stream[i].positions = attn[i].positions;
     }
     if (!f.k_mean && !f.v_mean) { // keys as they are
-        return !f.k.split;
+        return !f.k.split && !f.k_order;
     }
     if (!f.k_mean || !f.v_mean || !f.rotary || !kvq_decode_means(a)) { return false; }
     const kvq_device_rotary r = rotary(f.rotary);
     a.k_mean = mean_of(f.k_mean, (size_t) f.n_head_kv * f.k.head_size);
     a.v_mean = mean_of(f.v_mean, (size_t) f.n_head_kv * f.v.head_size);
     const kvq_device_order order = order_of(f.k_order, (size_t) f.n_head_kv * f.k.head_size, true);
-    if (f.k.split) { a.sorted = { order.channel, order.gain }; }
+    a.sorted = { f.k.split ? order.channel : nullptr, order.gain };
     a.waves = waves_of(f.rotary, f.k.head_size);
     a.rotary_high = r.high;
     a.rotary_low = r.low;

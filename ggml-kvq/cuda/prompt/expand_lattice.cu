@@ -70,6 +70,7 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 
         places.decode(g, now, base, __shfl_sync(~0u, scales, h % 32), x);
         if constexpr (TURNS) {
             typename quad::row mu;
+            quad::undo_gains(left_out.back.gain, h, valid, D, x);
             quad::load(left_out.mean + (size_t) h * D, left_out.mean && valid, D, mu);
             if (moved) {
                 typename quad::turner back;
@@ -181,6 +182,17 @@ template <int D, bool KEYS> struct strips {
             }
         }
     };
+
+    static __device__ __forceinline__ void undo_gains(const float * back, float (&x)[E]) {
+#pragma unroll
+        for (int i = 0; i < E / 4; i++) {
+            const float4 f = __ldg((const float4 *) (back + E * lane()) + i);
+            x[4 * i] *= f.x;
+            x[4 * i + 1] *= f.y;
+            x[4 * i + 2] *= f.z;
+            x[4 * i + 3] *= f.w;
+        }
+    }
 
     // Cosines and sines of this lane's channels, signed as apply needs them; at(j): of pairs j and j + 1 of D/2.
     struct turner {
@@ -308,6 +320,7 @@ static __global__ void __launch_bounds__(32 * WARPS, strip_blocks<D, TURNS && KE
 #pragma unroll
             for (int e = 0; e < E; e++) { x[e] *= scale; }
             if constexpr (TURNS) {
+                if (KEYS && left_out.back.gain) { strip::undo_gains(left_out.back.gain + (size_t) h * D, x); }
                 float mu[E] = {};
                 if (left_out.mean) {
                     const float4 * from = (const float4 *) (left_out.mean + (size_t) h * D + E * strip::lane());
@@ -350,9 +363,8 @@ static bool takes_strips(const kvq_affine_geometry & g, int n_head, const kvq_ro
 template <int D, bool KEYS>
 static void launch_strips(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
     const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
-    const auto kernel =
-        turn.mean || turn.rotary.n ? expand_strips_kernel<D, KEYS, true> : expand_strips_kernel<D, KEYS, false>;
-    const bool rotary = KEYS && (turn.mean || turn.rotary.n);
+    const auto kernel = turn.leaves_out() ? expand_strips_kernel<D, KEYS, true> : expand_strips_kernel<D, KEYS, false>;
+    const bool rotary = KEYS && turn.leaves_out();
     const int cells = rotary ? cells_of<D, true> : cells_of<D, false>;
     kernel<<<dim3((g.n_cells + cells - 1) / cells, n_pages), 32 * WARPS, 0, stream>>>(g, pages, n_head, to, turn);
 }
@@ -375,7 +387,7 @@ void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * p
     }
     quads_switch(g.head_size, [&](auto shape) {
         constexpr int LANES = decltype(shape)::LANES, Q = decltype(shape)::Q;
-        const auto kernel = turn.mean || turn.rotary.n ? expand_kernel<LANES, Q, true> : expand_kernel<LANES, Q, false>;
+        const auto kernel = turn.leaves_out() ? expand_kernel<LANES, Q, true> : expand_kernel<LANES, Q, false>;
         const size_t nb = row_memory(g, turn.rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS);
         kernel<<<dim3((g.n_cells + WARPS - 1) / WARPS, n_pages), 32 * WARPS, nb, stream>>>(g, pages, n_head, to, turn);
     });

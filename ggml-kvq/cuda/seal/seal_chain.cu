@@ -236,6 +236,7 @@ static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2)
         quad::load(left_out.mean + (size_t) h * D, left_out.mean && valid, D, mu);
         if (h0 % 32 == 0) { scales = lattice_scale(g, params + (size_t) min(h0 + lane, n_head - 1) * g.nb_params, t); }
         places.decode(g, now, base, __shfl_sync(~0u, scales, h % 32), x);
+        quad::undo_gains(left_out.back.gain, h, valid, D, x);
         if (moved) {
             typename quad::turner back;
             back.find(r, [&](int j) { return turn_factors(r, was, true, j); });

@@ -47,7 +47,9 @@ struct kvq_attend_args {
     };
     union {
         kvq_mixed_geometry vm;
-        struct { // of split keys, by channel of a block: the head's channel and what undoes its gain; NULL: they stay
+        // Of keys with an order, by channel of a block: the head's channel and what undoes its gain. Keys in one block
+        // have gains alone, and channel NULL. Both NULL: keys have no order.
+        struct {
             const uint16_t * channel;
             const float * back;
         } sorted;

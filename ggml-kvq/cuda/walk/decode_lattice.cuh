@@ -432,10 +432,10 @@ __device__ __forceinline__ void share_split(
 }
 
 // Queries of a block's n_rows rows for all teams, as they are and behind those, at out, rotated: [slice][step][lane]. A
-// warp takes a row; columns without one are 0.
-template <int D, int KB, typename X, typename F>
+// warp takes a row; columns without one are 0. GAINS: keys may have some, which rotated queries undo.
+template <int D, int KB, bool GAINS, typename X, typename F>
 __device__ __forceinline__ void share_rotated(
-    const kvq_attend_args & a, const X & of, int warp, int n_rows, uint2 * plain, uint2 * out, F && row_of) {
+    const kvq_attend_args & a, const X & of, int warp, int kvh, int n_rows, uint2 * plain, uint2 * out, F && row_of) {
     constexpr int P = cut<KB>::P, S = D / 16, MOST = X::WIDE ? 4 : 1; // MOST: slices
     const int lane = threadIdx.x % 32;
     // the step and thread that this lane's 4 channels belong to
@@ -463,8 +463,18 @@ __device__ __forceinline__ void share_rotated(
                 plain[(k * S + t) * 32 + column * 4 + c] =
                     make_uint2(pack_half2(x[4 * k], x[4 * k + 1]), pack_half2(x[4 * k + 2], x[4 * k + 3]));
             }
-#pragma unroll
-            for (int i = 4 * k; i < 4 * k + 4; i++) { x[i] *= norm; }
+            float4 back = make_float4(norm, norm, norm, norm);
+            if constexpr (GAINS) {
+                const int channel = k * D + 4 * lane;
+                if (a.sorted.back && 4 * lane < D && channel < of.head(a)) {
+                    const float4 y = __ldg((const float4 *) (a.sorted.back + kvh * of.head(a) + channel));
+                    back = make_float4(y.x * norm, y.y * norm, y.z * norm, y.w * norm);
+                }
+            }
+            x[4 * k] *= back.x;
+            x[4 * k + 1] *= back.y;
+            x[4 * k + 2] *= back.z;
+            x[4 * k + 3] *= back.w;
         }
         butterflies(x, [&](int h) { return rotates<X>(a, h < 4 ? h : D / 4 * h); });
 #pragma unroll 1

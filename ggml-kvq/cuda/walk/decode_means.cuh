@@ -74,7 +74,7 @@ __device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, con
         share_queries<D, KB>(a, of, queries, row);
         share_split<D, KB>(a, of, warp, kvh, n_rows, rotated, row);
     } else {
-        share_rotated<D, KB>(a, of, warp, n_rows, queries, rotated, row);
+        share_rotated<D, KB, MEANS>(a, of, warp, kvh, n_rows, queries, rotated, row);
     }
     if constexpr (MEANS) { mean_coefficients<D>(a, of, kvh, rows, row); }
 }

@@ -48,13 +48,21 @@ def sorted_keys(keys: np.ndarray, queries: np.ndarray, kind: str) -> tuple[np.nd
     return channel, gain
 
 
-def logit_errors(keys: np.ndarray, queries: np.ndarray, kind: str, halves: Sequence[tuple[int, int]]) -> list[float]:
+def logit_errors(
+    keys: np.ndarray, queries: np.ndarray, kind: str, halves: Sequence[tuple[int, int]], one_block: bool = True
+) -> list[float]:
     """Mean square error of a logit for sorted keys of each (weak, strong) bits, over the heads of a layer. keys,
-    queries: as sorted_keys takes them, queries as capture.queries gives them, in the units of logits.
+    queries: as sorted_keys takes them, queries as capture.queries gives them, in the units of logits. one_block: keys
+    of equal bits are not in halves.
     """
     size = keys.shape[1]
     pairs = pair_channels(size, kind)
     e, q = (x[:, pairs].sum(-1) for x in (keys, queries))
     cost = np.sort(np.sqrt(np.maximum(e * q, 0)), axis=1)  # weak pairs first
     weak, strong = (np.square(half.sum(1)).mean() / half.shape[1] for half in np.split(cost, 2, axis=1))
-    return [float((ERRORS[w] * weak + ERRORS[s] * strong) / 2 / size) for w, s in halves]
+    whole = np.square(cost.sum(1)).mean() / cost.shape[1]
+
+    def error(w: int, s: int) -> float:
+        return ERRORS[s] * whole if one_block and w == s else ERRORS[w] * weak + ERRORS[s] * strong
+
+    return [float(error(w, s) / 2 / size) for w, s in halves]

@@ -443,7 +443,7 @@ class _Work:
             left = squares - 2 * np.einsum("oi,io->o", x, xy) + np.einsum("oi,ij,oj->o", x, xx, x, optimize=True)
         both = [np.maximum(e, 0).reshape(heads, size) / n for e in (squares, left)]
         counts = both[1] if self.few else both[0]
-        return [sorted_keys(e, q, self.pairs) for e in both], logit_errors(counts, q, self.pairs, SORTED_KEYS)
+        return [sorted_keys(e, q, self.pairs) for e in both], logit_errors(counts, q, self.pairs, SORTED_KEYS, False)
 
     def solve(self, out: Layer, lane: int, p: Products) -> np.ndarray:
         """The predictor of keys (lane 0) or values as f32 [n_out, n_in], and `out` with its raw rows for GGUF."""

@@ -70,7 +70,8 @@ def order_of(text: str, n_layer: int, rungs: tuple[Rung, ...] = WHOLE) -> list[i
 class Auto(LatticeMethod):
     """A layer stands on as many rungs as it occurs among the first `level` entries of `order`. level=-1 is the highest
     level whose allocated bytes are within `bits`, which cache/level.cpp finds: layouts are the library's alone. Keys
-    are split (lattice.py) where `pairs` says how and means are taken off."""
+    are split (lattice.py) where `pairs` says how and means are taken off. One level above the highest rungs has scales
+    of 8 bits instead of 4."""
 
     name = "auto"
     options: ClassVar[dict[str, Any]] = {
@@ -87,7 +88,7 @@ class Auto(LatticeMethod):
         "window": 64,
         **{key: value for key, value in LATTICE_OPTIONS.items() if key != "grid"},
         "sinks": 4,
-        "scales": "u4",
+        "scales": "auto",
         "far": "none",
         "top": 64,
         "prompt": "exact",
@@ -102,27 +103,35 @@ class Auto(LatticeMethod):
         )
         sorts = splits and (predictor != "none" or self.o["pairs"] == "sorted")
         predicts = predictor != "none" and str(ordinal) not in self.o["alone"].split(".")
-        if predicts and prev is None:  # nothing predicts it: AQUA-KV section 4
-            self.rung = (4, 4, 4)
-        elif sorts:
-            sides = sorted_order(order, n_layer)[:level]
+        if sorts:
+            sides = sorted_order(order, n_layer)
+            top, sides = len(sides), sides[:level]
             self.rung = sorted_rung(sides.count((ordinal, "k")), sides.count((ordinal, "v")))
         else:
             rungs = RUNGS if splits else WHOLE
-            self.rung = rungs[order_of(order, n_layer, rungs)[:level].count(ordinal)]
+            rises = order_of(order, n_layer, rungs)
+            top = len(rises)
+            self.rung = rungs[rises[:level].count(ordinal)]
+        if predicts and prev is None:  # nothing predicts it: AQUA-KV section 4
+            self.rung = (4, 4, 4)
         fast, slow, _ = self.rung
         sorts = sorts and not (predicts and prev is None)
-        halves = splits and (fast != slow or sorts) and shape.head_size_k % 16 == 0
+        splits = splits and shape.head_size_k % 16 == 0
+        sorts = sorts and splits
+        halves = splits and (fast != slow or (sorts and predicts))  # else one block, which takes the gains alone
         if not halves:
             self.rung = (fast + slow) // 2, (fast + slow) // 2, self.rung[2]
+        given = dict(self.o)
         self.o["grid"] = "d2"
+        if given["scales"] == "auto":  # the last level, above the highest rungs
+            self.o["scales"] = "u8" if level > top else "u4"
         plan = super().plan(ordinal, n_layer, shape, prev)
-        del self.o["grid"]
+        self.o = given
         plan = replace(plan, mean=self.o["means"] == "on")
         if halves:
             split = SPLIT_NEOX if self.o["pairs"] == "neox" and not sorts else SPLIT_NORM
             plan = replace(plan, k=replace(plan.k, codec=plan.k.codec.with_(split=split, fast_bits=fast)))
-            plan = replace(plan, sort=plan.mean and sorts)
+        plan = replace(plan, sort=plan.mean and sorts)
         if plan.mean and predicts:
             chain = {"k": "k", "full": "kv", "fold": "kk"}[predictor]
             plan = replace(plan, chain=chain, weights=4 if self.o["weights"] == "4" else 8)

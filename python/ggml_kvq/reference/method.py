@@ -33,7 +33,8 @@ class LanePlan:
 @dataclass(frozen=True)
 class LayerPlan:
     """window: newest cells in f16; sinks: first cells in f16 for good; f32: attention without int8 folding;
-    mean: calibrated channel means are left out; sort: keys are sorted (calibrate/order.py);
+    mean: calibrated channel means are left out; sort: keys are sorted, or in one block take the gains alone
+    (calibrate/order.py);
     chain: lanes that are read through the layers before ("k" or "kv";
     "kk": values from keys alone), weights: bits of their predictors (reference/predictor.py);
     keep: share of a prompt's cells that stay, recent: of them the newest ones (0: all stay, page by page);
