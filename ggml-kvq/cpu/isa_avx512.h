@@ -91,7 +91,7 @@ KVQ_REDUCE4(f32_sum4, add)
 KVQ_REDUCE4(f32_hmax4, max)
 #undef KVQ_REDUCE4
 
-static inline void f32_transpose(f32x16 * x) {
+__attribute__((always_inline)) static inline void f32_transpose(f32x16 * x) {
     __m512 y[16];
     for (int i = 0; i < 16; i += 2) {
         y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);

@@ -32,6 +32,19 @@ struct kvq_run {
     const void *codes[KVQ_MAX_RUN], *params[KVQ_MAX_RUN];
 };
 
+// What is taken off 16 rows of a head, or put back. NULL: that step is left out.
+//   into a block   row = R_before row;  row - R_of_mean mean - pred;  R_behind row;  row[channel[i]] gain[i]
+//   back           row[channel[i]] = row[i] gain[i];  R_before row;  row + pred + R_of_mean mean;  R_behind row
+struct kvq_row_turn {
+    int head_size, n_dims;
+    bool neox;
+    const float *before, *of_mean, *behind; // tables of angles, as turn_table makes them
+    const float *mean, *pred;               // [head_size]; [16][pred_stride]
+    size_t pred_stride;
+    const uint16_t * channel; // of this head; the gains are those of the way
+    const float * gain;
+};
+
 // Geometry of a lane's blocks, worked out once per call (kvq_make_view). Codecs add their own fields at the end.
 struct kvq_view {
     kvq_codec codec;
@@ -195,6 +208,11 @@ struct kvq_kernels {
     // f16 rows R_pos (row + mean) of one head, n a multiple of 16; mean and rot may be NULL
     void (*rows_to_f16)(int n, int D, const float * rows, size_t stride, const float * mean, const kvq_rotary * rot,
         const int32_t * pos, uint16_t * tile, int tile_stride);
+
+    // Rows of sealed pages (impl_rows.h). turn_table: angles at 16 positions, [n_dims][16], first the cosines of the
+    // pairs, then their sines. turn_rows: 16 rows of a head in f16, in place, on their way into blocks or back.
+    void (*turn_table)(const kvq_rotary & rot, const int32_t * pos, bool inverse, float * out);
+    void (*turn_rows)(const kvq_row_turn & a, bool back, uint16_t * rows, int stride);
 
     // As kvq_affine_encode_ref, for head sizes that are a multiple of 16; work: kvq_encode_bytes
     void (*encode_affine)(const kvq_view & v, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes,

@@ -65,9 +65,8 @@ struct kvq_row_transform {               // what sealed rows of a page lack (pol
     const int32_t * sealed = nullptr; // positions when it was sealed; NULL: keys lack their rotary embedding altogether
     const float * pred = nullptr;     // NULL: rows are not predicted
     size_t pred_stride = 0;
-    const kvq_order * order = nullptr; // host memory that stays; NULL: channels stay where they are
-    // cos and sin at the page's positions, [cell][n_dims], where the host has them ready (kvq_cpu_turns); else NULL
-    const float * turns = nullptr;
+    const kvq_order * order = nullptr;            // host memory that stays; NULL: channels stay where they are
+    const struct kvq_row_turns * turns = nullptr; // what the host has ready for all heads (host.h); else NULL
 };
 
 // Rows in 8 bits (types/predictor.h): x = row * scale. row NULL: such rows are not made.

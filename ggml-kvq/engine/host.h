@@ -37,8 +37,23 @@ void kvq_cpu_column_sums(
 // Rows of head h of a page, f16, `stride` apart, in place: less what sealed rows leave out (policy/transform.h), and
 // back. Every pointer of x is the host's.
 void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride);
-void kvq_cpu_turns(const kvq_lane_layout & l, const kvq_row_transform & x, std::vector<float> & turns); // of all heads
 void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride);
+
+// The angles that rows of a page take on that way, for all heads; x.turns may point there.
+struct kvq_row_turns {
+    struct group { // of 16 cells: where their angles begin in `angles`; -1: that step has no angles
+        int before = -1, of_mean = -1, behind = -1;
+    };
+    // by groups of 16 cells, of those that stay where they were sealed and of others; two where there are both
+    std::vector<group> staying, moving;
+    std::vector<uint8_t> stays; // of cells
+    std::vector<float> angles;
+    // What they were made for: the same rows once more, or on their way back, take them as they are.
+    const kvq_rotary * rotary = nullptr;
+    bool of_mean = false, back = false;
+    std::vector<int32_t> now, was;
+};
+void kvq_cpu_turns(const kvq_lane_layout & l, const kvq_row_transform & x, bool back, kvq_row_turns & out);
 
 // Predictors over plain rows: what calibration, graph nodes and tests use.
 

@@ -91,9 +91,9 @@ private:
     kvq_row_transform transform_here(
         const kvq_lane & x, const int32_t * pos, const int32_t * was, const std::vector<float> & pred) const;
     void image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes,
-        const uint8_t * params, uint16_t * rows) const;
+        const uint8_t * params, struct kvq_row_turns & turns, uint16_t * rows) const;
     bool take_head(const kvq_lane & x, int h, int low, const uint16_t * rows, const std::vector<float> & pred,
-        const std::vector<float> & turns, bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const;
+        struct kvq_row_turns & turns, bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const;
 
     // tiles that are encoded in place of the open ones, until encoded()
     std::vector<uint16_t *> reduced;

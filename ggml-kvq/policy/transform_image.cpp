@@ -13,15 +13,14 @@
 // Image of a whole page, rows [page_cells][n_head*head_size]: decoded and put back, parameters in the low bits (above
 // the tag's), behind those of the first head the positions when sealed.
 void kvq_transform::image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was,
-    const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
+    const uint8_t * codes, const uint8_t * params, kvq_row_turns & turns, uint16_t * rows) const {
     const kvq_lane_layout & l = x.layout();
     const int D = l.codec.head_size, W = D * l.n_head;
     std::vector<uint16_t> head((size_t) l.page_cells * D);
     const std::vector<float> pred = predicted(x, s, p);
-    static thread_local std::vector<float> turns;
     kvq_row_transform turn = transform_here(x, pos, was, pred);
-    kvq_cpu_turns(l, turn, turns);
-    turn.turns = turns.empty() ? nullptr : turns.data();
+    kvq_cpu_turns(l, turn, true, turns);
+    turn.turns = &turns;
     for (int h = 0; h < l.n_head; h++) {
         kvq_cpu_decode(l.codec, codes + h * l.nb_codes, params + h * l.nb_params, head.data());
         kvq_cpu_put_back_rows(l, h, turn, head.data(), D);
@@ -43,7 +42,8 @@ void kvq_transform::image_page(const kvq_lane & x, int s, int p, const int32_t *
 
 void kvq_transform::write_image(
     const kvq_lane & x, int s, int p, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
-    image_page(x, s, p, positions_at(s, p), sealed_at(s, p), codes, params, rows);
+    kvq_row_turns turns;
+    image_page(x, s, p, positions_at(s, p), sealed_at(s, p), codes, params, turns, rows);
 }
 
 bool kvq_transform::rows_of_block(const kvq_lane & x, const kvq_page_image & image, const uint8_t * codes,
@@ -59,8 +59,9 @@ bool kvq_transform::rows_of_block(const kvq_lane & x, const kvq_page_image & ima
             rotor->cover(pos);
         }
     }
+    kvq_row_turns turns;
     image_page(x, 0, 0, rotor ? image.pos.data() : nullptr, image.was.empty() ? nullptr : image.was.data(), codes,
-        params, rows);
+        params, turns, rows);
     return true;
 }
 
@@ -106,7 +107,7 @@ void kvq_transform::images_come(const kvq_lane & x, const std::vector<const uint
 // Parameters of head h, and with the first head positions when sealed, from the low bits of its rows; then its codes.
 // False: the rows are no image.
 bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t * rows,
-    const std::vector<float> & pred, const std::vector<float> & turns, bool marked, std::vector<uint16_t> & head,
+    const std::vector<float> & pred, kvq_row_turns & turns, bool marked, std::vector<uint16_t> & head,
     kvq_page_image & out) const {
     const kvq_lane_layout & l = x.layout();
     const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head;
@@ -132,7 +133,8 @@ bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t
     for (uint16_t & v : head) { v &= plain; }
     for (size_t i = 0; more.marked && i < head.size(); i++) { head[i] &= (uint16_t) ~more.mask(l.codec, i); }
     kvq_row_transform turn = transform_here(x, pos.data(), was.empty() ? nullptr : was.data(), pred);
-    turn.turns = turns.empty() ? nullptr : turns.data();
+    if (!h) { kvq_cpu_turns(l, turn, false, turns); }
+    turn.turns = &turns;
     kvq_cpu_take_out_rows(l, h, turn, head.data(), (int) D);
     kvq_cpu_assign(l.codec, head.data(), &out.codes[h * l.nb_codes], &out.params[h * l.nb_params]);
     return true;
@@ -154,8 +156,7 @@ bool kvq_transform::take_image(
     }
     std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
     const std::vector<float> pred = predicted(x, s, p);
-    std::vector<float> turns;
-    kvq_cpu_turns(l, transform_here(x, pos.data(), nullptr, pred), turns);
+    kvq_row_turns turns; // made with the first head
     was.assign(keeps_turn() ? (size_t) l.page_cells : 0, 0);
     for (int h = 0; h < l.n_head; h++) {
         if (!take_head(x, h, image_low_bits(x), rows, pred, turns, marked, head, out)) { return false; }
@@ -163,8 +164,8 @@ bool kvq_transform::take_image(
     if (!was.empty() && is_held_elsewhere(x, s, p) && memcmp(was.data(), sealed_at(s, p), 4 * was.size())) {
         return false; // other layers hold the page: it has to be sealed as theirs is
     }
-    image_page(
-        x, s, p, pos.data(), was.empty() ? nullptr : was.data(), out.codes.data(), out.params.data(), again.data());
+    image_page(x, s, p, pos.data(), was.empty() ? nullptr : was.data(), out.codes.data(), out.params.data(), turns,
+        again.data());
     for (int i = 0; marked && i < l.page_cells * D; i++) { // bits of a mark do not belong to the row
         const size_t at = (size_t) (i / D) * W + (size_t) (i % D);
         if (kvq_mark_covers(l.codec, (size_t) i)) {

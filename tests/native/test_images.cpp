@@ -5,6 +5,7 @@
 #include "base/row_hash.h"
 #include "check.h"
 #include "engine/host.h"
+#include "engine/rope.h"
 #include "types/lattice.h"
 #include "types/types.h"
 
@@ -195,6 +196,109 @@ static void hashes() {
     CHECK(!kvq_cpu_hash_rows(rows, n, width, have.data()), "%04x is not finite", bad);
 }
 
+// Rows on their way into blocks and back (policy/transform.h), by the formula: value by value, each product and sum
+// rounded by itself.
+static std::vector<float> turned(const kvq_rotary & r, int32_t pos, bool inverse, std::vector<float> x) {
+    std::vector<float> angles((size_t) r.n_dims);
+    kvq_rotary_turn(r, pos, inverse, angles.data());
+    const size_t n = (size_t) r.n_dims / 2;
+    for (size_t i = 0; i < n; i++) {
+        float &a = x[r.neox ? i : 2 * i], &b = x[r.neox ? i + n : 2 * i + 1];
+        const float c = angles[i], s = angles[n + i];
+        const volatile float ac = a * c, bs = b * s, as = a * s, bc = b * c; // no fused multiply-add
+        a = ac - bs;
+        b = as + bc;
+    }
+    return x;
+}
+
+static void turned_rows() {
+    kvq_lane_layout l;
+    l.codec.head_size = pick({ 16, 40, 64, 72, 80, 128, 256 });
+    l.page_cells = pick({ 32, 64, 96 });
+    l.n_head = 2;
+    const size_t D = (size_t) l.codec.head_size, n = (size_t) l.page_cells, h = (size_t) uniform(0, 1);
+    const size_t stride = uniform(0, 1) ? D : (size_t) l.head_stride();
+    kvq_rope rope;
+    rope.n_dims = uniform(0, 2) ? (int) D : (int) D / 2 / 2 * 2;
+    rope.neox = uniform(0, 1);
+    kvq_rotor rotor(rope);
+    std::vector<int32_t> now(n), was(n);
+    const int first = uniform(-3, 200), moved = uniform(0, 3); // 0: all stay, 1: all moved, 2: some, 3: in no order
+    for (size_t t = 0; t < n; t++) {
+        now[t] = moved == 3 ? uniform(-1, 900) : first + (int) t;
+        was[t] = now[t] + (moved == 1 || (moved > 1 && uniform(0, 1)) ? uniform(1, 90) : 0);
+        rotor.cover(std::max(now[t], was[t]));
+    }
+    const auto numbers = [](size_t count) {
+        std::vector<float> x(count);
+        for (float & y : x) { y = uniform(0, 9) ? (float) uniform(-4000, 4000) / 1000.0f : 0.0f; }
+        return x;
+    };
+    const std::vector<float> mean = numbers(2 * D), pred = numbers(n * (2 * D + 3));
+    std::vector<float> gain(2 * D), gain_back(2 * D);
+    std::vector<uint16_t> channel(2 * D);
+    for (size_t i = 0; i < 2 * D; i++) {
+        channel[i] = (uint16_t) (i % D);
+        std::swap(channel[i], channel[i / D * D + (size_t) uniform(0, (int) (i % D))]);
+        gain[i] = (float) uniform(1, 4000) / 1000.0f;
+        gain_back[i] = 1.0f / gain[i];
+    }
+    const kvq_order order = { channel.data(), gain.data(), gain_back.data() };
+    kvq_row_transform x;
+    if (uniform(0, 3)) { x.mean = mean.data(); }
+    if (uniform(0, 3)) { x.rotary = &rotor.view(); }
+    x.positions = now.data();
+    if (uniform(0, 3)) { x.sealed = was.data(); }
+    if (uniform(0, 1)) { x.pred = pred.data(); }
+    x.pred_stride = 2 * D + 3;
+    if (uniform(0, 1)) { x.order = &order; }
+    rows_t rows(n * stride);
+    for (uint16_t & y : rows) { y = (uint16_t) uniform(0, 0xffff); }
+    for (size_t i = 0; i < rows.size(); i++) {
+        if ((rows[i] & 0x7c00) == 0x7c00 && uniform(0, 3)) { rows[i] &= 0x83ff; }
+    }
+    for (const bool back : { false, true }) {
+        rows_t have = rows;
+        (back ? kvq_cpu_put_back_rows : kvq_cpu_take_out_rows)(l, (int) h, x, have.data(), (int) stride);
+        for (size_t t = 0; t < n; t++) {
+            std::vector<float> row(D), mu(x.mean ? &mean[h * D] : nullptr, x.mean ? &mean[h * D] + D : nullptr), own(D);
+            mu.resize(D);
+            for (size_t c = 0; c < D; c++) { row[c] = kvq_f16_to_f32(rows[t * stride + c]); }
+            const bool stays = x.rotary && x.sealed && now[t] == was[t];
+            const auto sort = [&](bool to) {
+                for (size_t i = 0; x.order && i < D; i++) {
+                    const size_t j = h * D + i;
+                    (back ? own[channel[j]] : own[i]) = back ? row[i] * gain_back[j] : row[channel[j]] * gain[j];
+                }
+                if (x.order && to == back) { row = own; }
+            };
+            sort(true);
+            if (x.rotary && !stays && !back) { row = turned(*x.rotary, now[t], true, row); }
+            if (x.rotary && !stays && back && x.sealed) { row = turned(*x.rotary, was[t], true, row); }
+            if (x.mean && stays) { mu = turned(*x.rotary, now[t], false, mu); }
+            for (size_t c = 0; c < D; c++) {
+                const float p = x.pred ? pred[t * x.pred_stride + h * D + c] : 0.0f;
+                row[c] = back ? row[c] + p + mu[c] : row[c] - mu[c] - p;
+            }
+            if (x.rotary && !stays && back) { row = turned(*x.rotary, now[t], false, row); }
+            if (x.rotary && !stays && !back && x.sealed) { row = turned(*x.rotary, was[t], false, row); }
+            sort(false);
+            for (size_t c = 0; c < stride; c++) {
+                const uint16_t got = have[t * stride + c];
+                if (c >= D) {
+                    CHECK(got == rows[t * stride + c], "a row wrote behind its %zu channels", D);
+                    continue;
+                }
+                const float y = row[c] < -65504.0f ? -65504.0f : row[c] > 65504.0f ? 65504.0f : row[c];
+                CHECK(got == kvq_f32_to_f16(y) || (std::isnan(y) && std::isnan(kvq_f16_to_f32(got))),
+                    "%s, cell %zu, channel %zu of %zu: %04x, not %04x (neox %d, moved %d)", back ? "back" : "out", t, c,
+                    D, got, kvq_f32_to_f16(y), rope.neox, moved);
+            }
+        }
+    }
+}
+
 int main(int argc, char ** argv) {
     const int n = argc > 1 ? atoi(argv[1]) : 400;
     const std::string seed = argc > 2 ? argv[2] : "1";
@@ -216,6 +320,7 @@ int main(int argc, char ** argv) {
         one_page();
         bit_streams();
         hashes();
+        turned_rows();
     }
     CHECK(n < 100 || (n_images > 100 && n_others > 100), "%d images, %d others", n_images, n_others);
     printf("%s: %d pages, read as images %d times of %d\n", kvq_kernel_name(), n, n_images, n_images + n_others);
