@@ -20,7 +20,9 @@ import pytest
 from ggml_kvq import Model, cli
 from ggml_kvq.calibrate import capture
 from ggml_kvq.errors import LabError, MethodError, StateError
-from ggml_kvq.lab import Decoded, Method, Page, gaussian, hadamard, lattice, load, nearest, trellis
+from ggml_kvq.evaluate import results
+from ggml_kvq.lab import Cells, Decoded, Method, Page, gaussian, hadamard, lattice, load, nearest, trellis
+from ggml_kvq.lab.method import sources
 from ggml_kvq.lab.page import check_bits, check_levels
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +42,8 @@ class Same(Method):
         self.seen: list[Page] = []
 
     def seal(self, page: Page) -> Decoded:
-        rows = page.keys.copy(), page.values.copy(), page.keys_before, page.before, page.queries
+        queries = page.queries if self.wants_queries else None
+        rows = page.keys.copy(), page.values.copy(), page.keys_before, page.before, queries
         self.seen.append(page)
         page.kept = rows  # type: ignore[attr-defined]
         if self.turned:
@@ -278,6 +281,8 @@ BAD = {
     "return Decoded(page.keys * 0.9, page.values * 0.9, bits=-1)": "is not within 0..32",
     "return Decoded(page.keys * 0.9, page.values * 0.9, bits='two')": "is no number",
     "return Decoded(page.keys * 0.9, page.values * 0.9, bits=2, key_levels=(4, 32, 1))": "distinct values",
+    "return Decoded(page.keys * 0.9, page.values * 0.9)": "no bits came back",
+    "page.queries": "write wants_queries = True",
     "return Decoded(values=page.values, bits=2)": "no keys came back",
     "return page.keys": "gave a ndarray back",
     "return page.no_such_thing": "AttributeError",
@@ -380,6 +385,75 @@ def test_options_are_the_fields(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("x = 1\nclass :\n")
     with pytest.raises(MethodError, match=r"broken.py:2: SyntaxError"):
         load(str(tmp_path / "broken.py"))
+
+
+IGNORED = {
+    "class Mine(Method):\n    bits: int = 2": "has no seal(page)",
+    "class Mine(Method):\n    bits: int\n    def seal(self, page): ...": "mine.py:3: option bits of Mine",
+    "class Mine(Method):\n    some: list = []\n    def seal(self, page): ...": "option some of Mine needs a default",
+    "class Mine(Method):\n    wants_querries = True\n    def seal(self, page): ...": "did you mean wants_queries?",
+    "class Mine(Method):\n    def seal(self, page): ...\n    def score(self, cells): ...": "did you mean scores?",
+    "class Mine(Method):\n    keep: float = 0.5\n    def seal(self, page): ...": "keep=0.5 needs scores(cells)",
+    "class Mine(Method):\n    n_observed = 'all'\n    def seal(self, page): ...": "n_observed='all' is no number",
+    "class Mine(Method):\n    def seal(self, page): ...\n    def __post_init__(self): 1 / 0": "ZeroDivisionError",
+    "class Mine:\n    def seal(self, page): ...": "write class Mine(Method)",
+    "class Mine(Method):\n    def seal(self, page) ...": "mine.py:4: SyntaxError: expected ':'",
+}
+
+
+@pytest.mark.parametrize("text", list(IGNORED))
+def test_what_a_class_would_lose_in_silence_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"from ggml_kvq.lab import Method\n\n{text}\n")
+    with pytest.raises(MethodError) as e:
+        load(f"{file}:Mine")
+    assert IGNORED[text] in str(e.value) and "\n" not in str(e.value)
+
+
+def test_an_option_without_a_type_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from ggml_kvq.lab import Method\nclass Mine(Method):\n    bits = 2\n    def seal(self, page): ...\n"
+    )
+    with pytest.raises(MethodError, match="bits has no type, write bits: int"):
+        load(f"{file}:Mine,bits=3")
+
+
+def test_rows_know_the_files_that_a_class_is_made_of(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("import deeper\nBITS = 2\n")
+    (tmp_path / "deeper.py").write_text("import numpy\n")
+    (tmp_path / "other.py").write_text("")
+    file = tmp_path / "mine.py"
+    file.write_text("from helper import BITS\n")
+    assert [p.name for p in sources(file)] == ["deeper.py", "helper.py", "mine.py"]
+    before = results.fingerprint_all(sources(file))
+    (tmp_path / "helper.py").write_text("import deeper\nBITS = 4\n")
+    assert results.fingerprint_all(sources(file)) != before
+    file.write_text("import numpy\n")
+    assert results.fingerprint_all(sources(file)) == results.fingerprint(file)
+
+
+def test_h2o_weighs_every_query_alike(demo_model: Path) -> None:
+    """A prompt of 300 tokens and one token behind it: sums of attention, whatever the batches were."""
+    found: list[float] = []
+
+    class Sum(Method):
+        n_observed = 4096
+
+        def seal(self, page: Page) -> Decoded:
+            return Decoded(page.keys, page.values, bits=16)
+
+        def scores(self, cells: Cells) -> np.ndarray:
+            out: np.ndarray = cells.scores + cells.n_queries * cells.probabilities
+            if cells.layer == 0:
+                found.append(float(out[0].sum()))
+            return out
+
+    with Model(demo_model, "lab", lab=Sum(), n_ctx=512, n_batch=512, n_ubatch=512, n_threads=2) as model:
+        ids = model.tokenize(TEXT)[:302]
+        for at in (ids[:300], ids[300:301], ids[301:]):
+            list(model.feed(np.asarray(at, np.int32)))
+    assert found[-1] == pytest.approx(302, rel=0.01)
 
 
 def test_what_goes_with_a_laboratory(demo_model: Path, tmp_path: Path) -> None:

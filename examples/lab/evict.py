@@ -31,10 +31,10 @@ class SnapKv(Exact):
 
 
 class H2o(Exact):
-    """H2O (Zhang et al., NeurIPS 2023): the sum of all attention that a cell ever got."""
+    """H2O (Zhang et al., NeurIPS 2023): the sum of all attention that a cell ever got, of up to 4096 tokens a batch."""
 
     keep: float = 0.5
     n_observed = 4096
 
     def scores(self, cells: Cells) -> np.ndarray:
-        return cells.scores + cells.probabilities
+        return cells.scores + cells.n_queries * cells.probabilities

@@ -319,6 +319,7 @@ const kvq_field kvq_lab_cells_fields[] = {
     F(kvq_lab_cells, sealed),
     F(kvq_lab_cells, probabilities),
     F(kvq_lab_cells, held),
+    F(kvq_lab_cells, n_queries),
 };
 
 const kvq_field kvq_lab_fields[] = {

@@ -433,6 +433,7 @@ typedef struct kvq_lab_cells {
     const uint8_t * sealed;      // [n_cells], 1: its page is sealed, so that it may go
     const float * probabilities; // [n_head][n_cells]: mean over the observed query tokens and the query heads
     uint8_t * held;              // [n_head][n_cells], in: 0: was evicted before; out: 0: evicted from now on
+    int32_t n_queries;           // query tokens that probabilities are the mean of
 } kvq_lab_cells;
 
 typedef struct kvq_lab {

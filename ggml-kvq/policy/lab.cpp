@@ -281,7 +281,7 @@ void kvq_lab_layer::observed(const kvq_attn & a, int s, uint64_t, int n_threads)
     }
     if (!cache.lab.judge || !cache.has_program()) { return; }
     n_read[s] = a.n_pages;
-    judge(s, sums(a, n_threads).data());
+    judge(s, sums(a, n_threads).data(), std::min(a.n_q, std::max(cache.lab.n_observed, 1)));
 }
 
 // [head][cell] of all pages that attention has read
@@ -308,10 +308,10 @@ std::vector<float> kvq_lab_layer::sums(const kvq_attn & a, int n_threads) const 
 
 // What attention read in this step may have been sealed by it: it may go before anybody reads it again.
 void kvq_lab_layer::sealed(kvq_lane & x, int s, const std::vector<int> &) {
-    if (x.is_value() && n_read[s] && cache.lab.judge && cache.has_program()) { judge(s, nullptr); }
+    if (x.is_value() && n_read[s] && cache.lab.judge && cache.has_program()) { judge(s, nullptr, 0); }
 }
 
-void kvq_lab_layer::judge(int s, const float * probabilities) {
+void kvq_lab_layer::judge(int s, const float * probabilities, int n_queries) {
     const kvq_lane_layout & l = k.layout();
     const size_t n = (size_t) l.page_cells, H = (size_t) l.n_head, n_cells = (size_t) n_read[s] * n;
     std::vector<int32_t> at(n_cells, -1);
@@ -337,6 +337,7 @@ void kvq_lab_layer::judge(int s, const float * probabilities) {
     x.positions = at.data();
     x.sealed = is_sealed.data();
     x.probabilities = probabilities;
+    x.n_queries = n_queries;
     x.held = held.data();
     cache.failed = cache.lab.judge(cache.lab.user, &x) != 0;
     std::set<int> changed;

@@ -70,7 +70,7 @@ private:
     int32_t position(int s, int p, int t) const; // of a cell; -1: it holds nothing
     void show(int s, int p);                     // the map of a page becomes that of its span
     std::vector<float> sums(const kvq_attn & a, int n_threads) const;
-    void judge(int s, const float * probabilities);
+    void judge(int s, const float * probabilities, int n_queries);
 
     const std::shared_ptr<kvq_lab_cache> of_all;
     kvq_lab_cache & cache;

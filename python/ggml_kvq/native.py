@@ -257,6 +257,7 @@ class kvq_lab_cells(Structure):
         ("sealed", POINTER(c_uint8)),
         ("probabilities", POINTER(c_float)),
         ("held", POINTER(c_uint8)),
+        ("n_queries", c_int32),
     ]
 
 

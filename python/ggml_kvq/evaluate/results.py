@@ -14,7 +14,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,12 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     """file_hash of a path as it is now."""
     st = os.stat(path)
     return file_hash(os.fspath(path), st.st_size, st.st_mtime_ns)
+
+
+def fingerprint_all(paths: Sequence[Path]) -> str:
+    """Of several files; of one its fingerprint."""
+    each = [fingerprint(path) for path in paths]
+    return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ from typing import Any
 
 from .. import budget, default_means, files, gguf_header, hub, kvstats, memory, methods, progress, resolver
 from ..errors import KvqError, LibraryError
+from ..lab.method import sources as lab_sources
 from . import documents, drift, perplexity, results, retrieval, specs, tasks
 
 
@@ -72,7 +73,9 @@ class Evaluation:
 
     def key(self, kind: str, cache: specs.CacheSpec, **params: Any) -> results.Row:
         config = results.fingerprint(cache.config_file) if cache.config_file else cache.config
-        more: results.Row = {"lab_hash": results.fingerprint(cache.lab_file)} if cache.lab_file else {}
+        more: results.Row = (
+            {"lab_hash": results.fingerprint_all(lab_sources(Path(cache.lab_file)))} if cache.lab_file else {}
+        )
         if not self.args.swa_full:
             more["swa_full"] = False
         return {
@@ -252,9 +255,10 @@ class Evaluation:
         """
         n, started, told = len(base.windows), time.monotonic(), [self.args.quiet]
         if not told[0]:
+            windows = f"{n} window{'s' * (n > 1)} of {base.protocol.n_ctx} tokens, {n_caches} caches"
+            room = f"{budget.words(base.n_bytes())} in {base.path} until the end"
             print(
-                f"ggml-kvq eval: {n} windows of {base.protocol.n_ctx} tokens, {n_caches} caches. Distributions of f16"
-                f" take {budget.words(base.n_bytes())} in {base.path} until the end; --chunks N reads fewer windows",
+                f"ggml-kvq eval: {windows}. Distributions of f16 take {room}; --chunks N reads fewer windows",
                 file=sys.stderr,
             )
 
@@ -466,7 +470,13 @@ def summary(rows: list[results.Row], markdown: bool = False) -> str:
             )
         )
     refused = [f"refused: {r['key']['cache']}: {r['refused']}" for r in rows if "refused" in r]
-    return "\n\n".join(parts) + ("\n\n" + "\n".join(dict.fromkeys(refused)) if refused else "")
+    lab = {
+        f"{r['key']['cache']}: {r['bits_no_window']:.2f} bits as its class says, the rest are window and tables"
+        for r in rows
+        if "lab_hash" in r["key"] and "bits_no_window" in r
+    }
+    notes = [*sorted(lab), *dict.fromkeys(refused)]
+    return "\n\n".join(parts) + ("\n\n" + "\n".join(notes) if notes else "")
 
 
 def run(args: argparse.Namespace) -> int:

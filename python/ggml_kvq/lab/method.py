@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
 import inspect
 import os
@@ -52,6 +54,14 @@ class Method:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name, kind in inspect.get_annotations(cls).items():
+            default = cls.__dict__.get(name)
+            if not str(kind).startswith(("ClassVar", "typing.ClassVar")) and not isinstance(
+                default, (bool, int, float, str)
+            ):
+                raise MethodError(
+                    f"option {name} of {cls.__name__} needs a default, a number or a text; write {name}: int = 2"
+                )
         dataclass(cls)
 
     def seal(self, page: Page) -> Decoded:
@@ -104,13 +114,31 @@ class Method:
 _TRUE, _FALSE = ("true", "1", "on", "yes"), ("false", "0", "off", "no")
 
 
+def check_class(cls: type[Method]) -> None:
+    """MethodError for what would be ignored in silence: no seal, names that are nearly those of the laboratory."""
+    if cls.seal is Method.seal:
+        raise MethodError(f"{cls.__name__} has no seal(page); write def seal(self, page), which gives Decoded back")
+    ours = [name for name in vars(Method) if not name.startswith("_")]
+    own = [name for c in cls.__mro__[: cls.__mro__.index(Method)] for name in vars(c) if not name.startswith("_")]
+    for name in own:
+        near = difflib.get_close_matches(name, ours, 1, 0.85) if name not in ours else []
+        if near:
+            raise MethodError(f"{cls.__name__}.{name} is a name that nothing reads; did you mean {near[0]}?")
+    if not isinstance(cls.n_observed, int) or cls.n_observed < 1:
+        raise MethodError(
+            f"{cls.__name__}: n_observed={cls.n_observed!r} is no number of query tokens; write 1 or more"
+        )
+
+
 def with_options(cls: type[Method], opts: Mapping[str, Any]) -> Method:
     """An object of the class with options as texts or values; MethodError names the option and what it takes."""
+    check_class(cls)
     known = {f.name: f.default for f in fields(cls) if f.init}
     values: dict[str, Any] = {}
     for key, value in opts.items():
         if key not in known:
-            raise MethodError(f"{cls.__name__} has no option {key!r}: it has {', '.join(known)}")
+            plain = f"; {key} has no type, write {key}: int = ..." if hasattr(cls, key) else ""
+            raise MethodError(f"{cls.__name__} has no option {key!r}: it has {', '.join(known)}{plain}")
         kind: Any = type(known[key])
         text = str(value).strip()
         try:
@@ -124,17 +152,45 @@ def with_options(cls: type[Method], opts: Mapping[str, Any]) -> Method:
             raise MethodError(
                 f"{cls.__name__}: {key}={text} is no {kind.__name__}; its default is {known[key]!r}"
             ) from None
-    out = cls(**values)
+    try:
+        out = cls(**values)
+    except Exception as e:
+        raise MethodError(f"{cls.__name__} cannot be made: {type(e).__name__}: {e}") from e
     if not 0 <= out.keep <= 1:
         raise MethodError(f"{cls.__name__}: keep={out.keep} is not within 0..1")
+    if out.keep < 1 and not out.evicts:
+        raise MethodError(f"{cls.__name__}: keep={out.keep} needs scores(cells), which says what stays; write it")
     return out
+
+
+def sources(path: Path) -> list[Path]:
+    """The file, and the files of its folder that it imports, and so on."""
+    found, left = [], [path.resolve()]
+    while left:
+        file = left.pop()
+        if file in found or not file.is_file():
+            continue
+        found.append(file)
+        try:
+            nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        except (SyntaxError, ValueError):
+            continue
+        for node in nodes:
+            names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            left += [path.resolve().parent / f"{name.partition('.')[0]}.py" for name in names]
+    return sorted(found)
+
+
+def _module_name(path: Path) -> str:
+    return f"ggml_kvq_lab_{path.stem}_{abs(hash(str(path.resolve()))):x}"
 
 
 def classes(path: Path) -> dict[str, type[Method]]:
     """Methods that a Python file defines. MethodError when it does not run."""
     if not path.is_file():
         raise MethodError(f"{path} is not a file; give lab:FILE.py:CLASS, or write one with `ggml-kvq lab new {path}`")
-    name = f"ggml_kvq_lab_{path.stem}_{abs(hash(str(path.resolve()))):x}"
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise MethodError(f"{path} is no Python file; give a file whose name ends in .py")
@@ -144,8 +200,10 @@ def classes(path: Path) -> dict[str, type[Method]]:
     try:
         spec.loader.exec_module(module)
     except Exception as e:
-        line = next((f.lineno for f in reversed(_frames(e)) if Path(f.filename) == path), 0)
-        raise MethodError(f"{path.name}:{line}: {type(e).__name__}: {e}") from e
+        here = path.resolve()
+        line = next((f.lineno for f in reversed(_frames(e)) if Path(f.filename).resolve() == here), 0)
+        what = str(e) if isinstance(e, MethodError) else f"{type(e).__name__}: {getattr(e, 'msg', e)}"
+        raise MethodError(f"{path.name}:{line}: {what}") from e
     finally:
         sys.path.remove(str(path.resolve().parent))
     found = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Method)}
@@ -174,6 +232,8 @@ def load(text: str, opts: Mapping[str, Any] | None = None) -> Method:
     known = classes(Path(file))
     if not name and len(known) == 1:
         name = next(iter(known))
+    if name and name not in known and hasattr(sys.modules[_module_name(Path(file))], name):
+        raise MethodError(f"{file}: {name} is no ggml_kvq.lab.Method; write class {name}(Method)")
     if name not in known:
         what = f"no class {name!r}" if name else "several classes" if known else "no class"
         raise MethodError(

@@ -78,7 +78,7 @@ class Page:
     @cached_property
     def queries(self) -> Rows:
         """Mean square of the queries that this layer met so far, [heads, pairs]: how much an error of a pair of key
-        channels costs. Of classes with `wants_queries` only; others get zeros.
+        channels costs. Of classes with `wants_queries = True`; AttributeError in others.
         """
         square: Rows = self._ask("queries")
         return square[:, self.pairs].mean(-1)
@@ -108,7 +108,7 @@ class Decoded:
 
     keys: npt.ArrayLike | None = None
     values: npt.ArrayLike | None = None
-    bits: float | tuple[float, float] = 0.0
+    bits: float | tuple[float, float] | None = None
     keys_before: npt.ArrayLike | None = None
     key_levels: Levels | None = None
     value_levels: Levels | None = None
@@ -119,7 +119,9 @@ class Cells:
     """All cells of one layer and one sequence when attention has read them.
 
     probabilities: [heads, cells], what the newest `n_observed` query tokens gave a cell, the mean over them and over
-    the query heads of a KV head. scores: what `scores` gave back for these cells the last time; 0 for new ones.
+    the query heads of a KV head. n_queries: how many tokens that mean is of, so n_queries * probabilities is the
+    attention that the cells got in this step. scores: what `scores` gave back for these cells the last time; 0 for new
+    ones.
     positions: int32 [cells], -1 where there is nothing. sealed: bool [cells], may be evicted. held: bool [heads,
     cells], was not evicted.
     """
@@ -131,6 +133,7 @@ class Cells:
     held: npt.NDArray[np.bool_]
     probabilities: Rows
     scores: Rows
+    n_queries: int
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,8 @@ def rows_of(given: Any, name: str, like: Rows) -> Rows:
 
 def bits_of(given: Any) -> tuple[float, float]:
     """Bits of keys and of values; ValueError."""
+    if given is None:
+        raise ValueError("no bits came back; give Decoded(..., bits=...): all that is stored for a value")
     pair = given if isinstance(given, tuple) else (given, given)
     try:
         k, v = (float(x) for x in pair)

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import native
 from ..errors import LabError, MethodError
-from .method import Method, load
+from .method import Method, check_class, load
 from .page import Before, Cells, Decoded, Page, bits_of, check_bits, check_levels, pairs_of, rows_of
 
 _BEFORE_K, _BEFORE_V, _QUERIES = range(3)  # enum kvq_lab_what
@@ -29,6 +29,7 @@ def asked(kv_method: str | None, lab: Any, opts: str) -> Method:
         return load(lab, given)
     if not isinstance(lab, Method):
         raise MethodError(f"lab={lab!r} is a {type(lab).__name__}; pass an object of a Method, or 'file.py:Class'")
+    check_class(type(lab))
     if given:
         raise MethodError(f"kv_opts={opts!r} beside an object that has its options; pass {type(lab).__name__}({opts})")
     return lab
@@ -157,6 +158,8 @@ class Session:
             return out
 
         def ask(what: str) -> Any:
+            if what == "queries" and not self.method.wants_queries:
+                raise AttributeError("page.queries is not filled; write wants_queries = True in the class")
             if what == "queries":
                 return rows(_QUERIES, (c.n_head, c.head_size_k))
             if not c.before_head:
@@ -195,7 +198,8 @@ class Session:
             scores[:, :n] = np.where(positions[:n] == before[:n], last[:, :n], 0)  # others were written since
         if c.probabilities:  # else these cells were scored in this step, and some of them have sealed since
             probabilities = np.ctypeslib.as_array(c.probabilities, size).copy()
-            cells = Cells(c.il, c.stream, positions, sealed, held.astype(bool), probabilities, scores)
+            n = c.n_queries
+            cells = Cells(c.il, c.stream, positions, sealed, held.astype(bool), probabilities, scores, n)
             scores = np.asarray(self.method.scores(cells), np.float32)
             if scores.shape != size:
                 raise ValueError(f"scores have the shape {scores.shape}; give {size} (heads, cells)")

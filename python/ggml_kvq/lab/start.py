@@ -11,7 +11,7 @@ from ggml_kvq.lab import Decoded, Method, Page, Sample
 
 
 class Mine(Method):
-    """Channel means are left out; each row of a head in `bits` bits, equal steps between its ends."""
+    """Channel means are taken off; each row of a head in `bits` bits, equal steps between its ends."""
 
     # A field with a default is an option: lab:FILE.py:Mine,bits=3. Method has window, sinks, page, keep and text.
     bits: int = 2
@@ -35,8 +35,10 @@ class Mine(Method):
         step = (x.max(-1, keepdims=True) - low) / (2**self.bits - 1)
         return low + step * np.round((x - low) / np.where(step > 0, step, 1))
 
-    # To let cells go instead: a score of every cell of a layer, and keep=0.5 among the options. See StreamingLlm and
-    # SnapKv in examples/lab/evict.py.
+    # To let cells go instead: a score of every cell of a layer, and keep=0.5 among the options. Here it is the sum of
+    # all attention that a cell got (H2O). StreamingLlm and SnapKv stand in examples/lab/evict.py too.
     #
-    # def scores(self, cells: Cells) -> np.ndarray:
-    #     return cells.scores + cells.probabilities
+    # n_observed = 4096  # the newest queries of a batch that probabilities are the mean of: all of it
+    #
+    # def scores(self, cells):  # ggml_kvq.lab.Cells
+    #     return cells.scores + cells.n_queries * cells.probabilities
