@@ -531,3 +531,6 @@ def test_a_class_that_fails_leaves_no_row(demo_model: Path, tmp_path: Path, caps
     assert "mine.py:9: Mine, layer 0" in err and "ZeroDivisionError" in err
     assert [json.loads(x)["key"]["cache"] for x in out.read_text().splitlines()] == ["f16"]
     assert os.path.exists(out)
+    out.unlink()
+    assert cli.main([*args, "--cache", f"lab:{file},page=48"]) == 2  # found before anything is measured
+    assert "page=48" in capsys.readouterr().err and not out.exists()

@@ -70,7 +70,7 @@ class CacheSpec:
         if self.method is None:
             return
         if self.lab:
-            laboratory.load(self.lab)
+            methods.check("lab", laboratory.load(self.lab).native_options())
             return
         if self.method in llama.GGML_TYPES and self.method != "f16":
             raise MethodError(
