@@ -461,6 +461,8 @@ def test_what_goes_with_a_laboratory(demo_model: Path, tmp_path: Path) -> None:
         Model(demo_model, "kivi", lab=Same())
     with pytest.raises(MethodError, match="pass Same"):
         Model(demo_model, "lab", "window=64", lab=Same())
+    with pytest.raises(MethodError, match="keep=0.5 needs scores"):
+        Model(demo_model, "lab", lab=Same(keep=0.5))
     with pytest.raises(MethodError, match="page=48"):
         Model(demo_model, "lab", lab=Same(page=48))
     with Model(demo_model, "lab", lab=Same(), n_ctx=512) as model:

@@ -44,7 +44,7 @@ struct kvq_row_turns {
     struct group { // of 16 cells: where their angles begin in `angles`; -1: that step has no angles
         int before = -1, of_mean = -1, behind = -1;
     };
-    // by groups of 16 cells, of those that stay where they were sealed and of others; two where there are both
+    // By group: of cells that stay where they were sealed, and of others. A group may have both.
     std::vector<group> staying, moving;
     std::vector<uint8_t> stays; // of cells
     std::vector<float> angles;

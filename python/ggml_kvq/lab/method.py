@@ -114,20 +114,35 @@ class Method:
 _TRUE, _FALSE = ("true", "1", "on", "yes"), ("false", "0", "off", "no")
 
 
+#: what the laboratory calls or reads in a class, besides its options
+_HOOKS = ("seal", "scores", "fit", "table_bytes", "wants_queries", "n_observed", "fit_tokens")
+
+
 def check_class(cls: type[Method]) -> None:
     """MethodError for what would be ignored in silence: no seal, names that are nearly those of the laboratory."""
     if cls.seal is Method.seal:
         raise MethodError(f"{cls.__name__} has no seal(page); write def seal(self, page), which gives Decoded back")
-    ours = [name for name in vars(Method) if not name.startswith("_")]
     own = [name for c in cls.__mro__[: cls.__mro__.index(Method)] for name in vars(c) if not name.startswith("_")]
     for name in own:
-        near = difflib.get_close_matches(name, ours, 1, 0.85) if name not in ours else []
+        near = difflib.get_close_matches(name, _HOOKS, 1, 0.85) if name not in vars(Method) else []
         if near:
-            raise MethodError(f"{cls.__name__}.{name} is a name that nothing reads; did you mean {near[0]}?")
+            raise MethodError(
+                f"{cls.__name__}.{name} is no name of the laboratory; did you mean {near[0]}? Else choose another name"
+            )
     if not isinstance(cls.n_observed, int) or cls.n_observed < 1:
         raise MethodError(
             f"{cls.__name__}: n_observed={cls.n_observed!r} is no number of query tokens; write 1 or more"
         )
+
+
+def check(method: Method) -> None:
+    """check_class(), and `keep`; MethodError."""
+    name = type(method).__name__
+    check_class(type(method))
+    if not 0 <= method.keep <= 1:
+        raise MethodError(f"{name}: keep={method.keep} is not within 0..1")
+    if method.keep < 1 and not method.evicts:
+        raise MethodError(f"{name}: keep={method.keep} needs scores(cells), which says what stays; write it")
 
 
 def with_options(cls: type[Method], opts: Mapping[str, Any]) -> Method:
@@ -156,10 +171,7 @@ def with_options(cls: type[Method], opts: Mapping[str, Any]) -> Method:
         out = cls(**values)
     except Exception as e:
         raise MethodError(f"{cls.__name__} cannot be made: {type(e).__name__}: {e}") from e
-    if not 0 <= out.keep <= 1:
-        raise MethodError(f"{cls.__name__}: keep={out.keep} is not within 0..1")
-    if out.keep < 1 and not out.evicts:
-        raise MethodError(f"{cls.__name__}: keep={out.keep} needs scores(cells), which says what stays; write it")
+    check(out)
     return out
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import native
 from ..errors import LabError, MethodError
-from .method import Method, check_class, load
+from .method import Method, check, load
 from .page import Before, Cells, Decoded, Page, bits_of, check_bits, check_levels, pairs_of, rows_of
 
 _BEFORE_K, _BEFORE_V, _QUERIES = range(3)  # enum kvq_lab_what
@@ -29,7 +29,7 @@ def asked(kv_method: str | None, lab: Any, opts: str) -> Method:
         return load(lab, given)
     if not isinstance(lab, Method):
         raise MethodError(f"lab={lab!r} is a {type(lab).__name__}; pass an object of a Method, or 'file.py:Class'")
-    check_class(type(lab))
+    check(lab)
     if given:
         raise MethodError(f"kv_opts={opts!r} beside an object that has its options; pass {type(lab).__name__}({opts})")
     return lab
