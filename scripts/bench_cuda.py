@@ -53,8 +53,12 @@ CACHES = [
     ("specache-2 g128", "KVQ0", "f16", "specache", "near=kivi,group=128"),
     ("specache-1", "KVQ0", "f16", "specache", "bits=1,top=128"),
     ("minikv-50", "KVQ0", "f16", "minikv", ""),
+    ("auto-1.75", "KVQ0", "f16", "auto", "bits=1.75"),
     ("auto-2.25", "KVQ0", "f16", "auto", "bits=2.25"),
     ("auto-2.75", "KVQ0", "f16", "auto", "bits=2.75"),
+    ("auto-3.5", "KVQ0", "f16", "auto", "bits=3.5"),
+    ("auto-4.25", "KVQ0", "f16", "auto", "bits=4.25"),
+    ("auto-2.25 alone", "KVQ0", "f16", "auto", "bits=2.25,means=off"),  # as of a model without data
 ]
 MEANS = ("aqua", "auto")  # methods that take calibrated means
 # Many sequences and drafts: arguments of bench_batch behind MODEL and DEVICE.
@@ -159,8 +163,8 @@ def write_model(path: Path, shape: Shape) -> None:
 
 
 def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> None:
-    """Calibrated data for it: means and, if asked for, predictors of random q4_0 blocks that keep rows at about
-    half their size.
+    """Calibrated data for it: means, an order of keys' pairs with gains and, if asked for, predictors of random q4_0
+    blocks that keep rows at about half their size.
     """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
     from ggml_kvq.calibrate import files
@@ -172,11 +176,15 @@ def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> No
         "kvq.method": "aqua",
         **files.identity(model),
         "kvq.aqua.predictor": "full" if predictors else "bias",
+        "kvq.auto.pairs": "sorted",
     }
     data: dict[str, np.ndarray] = {}
     for i in filter(shape.attends, range(shape.layers)):
         for name in "kv":
             data[f"kvq.aqua.blk.{i}.{name}.bias"] = rng.standard_normal(kv).astype(np.float32)
+        pairs = [2 * rng.permutation(shape.head_size // 2) for _ in range(shape.heads_kv)]  # rotary: 2p, 2p + 1
+        data[f"kvq.aqua.blk.{i}.k.order"] = np.asarray(np.concatenate(pairs).repeat(2) + np.arange(kv) % 2, np.float32)
+        data[f"kvq.aqua.blk.{i}.k.gain"] = np.exp2(rng.uniform(-1, 1, kv // 2)).repeat(2).astype(np.float32)
         for name, inputs in (("k.weight", kv), ("v.weight", 2 * kv), ("v.fold", 2 * kv)):
             if i and predictors:
                 blocks = rng.integers(0, 256, (kv, inputs // 32, 18), dtype=np.uint8)

@@ -66,13 +66,12 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
         { "kivi-4 g128", 4, 4, 128, 0 }, { "higgs-1", 1, 1, 2, 1 }, { "higgs-2", 2, 2, 2, 1 },
         { "higgs-3", 3, 3, 2, 1 }, { "higgs-4", 4, 4, 2, 1 }, { "aqua-2 none", 2, 2, 2, 1, 4, true },
         { "aqua-2 bias", 2, 2, 2, 1, 1, true }, { "aqua-4 bias", 4, 4, 2, 1, 1, true },
-        { "aqua-2 bias as rows", 2, 2, 2, 1, 1, false }, { "split 0|2/1", 2, 1, 2, 1, 1, true, KVQ_SPLIT_NEOX, 0 },
-        { "split 0|2/2", 2, 2, 2, 1, 1, true, KVQ_SPLIT_NEOX, 0 },
-        { "split 0|4/2", 4, 2, 2, 1, 1, true, KVQ_SPLIT_NEOX, 0 },
-        { "split 0|4/3", 4, 3, 2, 1, 1, true, KVQ_SPLIT_NEOX, 0 },
-        { "split 2|4/3", 4, 3, 2, 1, 1, true, KVQ_SPLIT_NEOX, 2 },
-        { "split 2|4/4", 4, 4, 2, 1, 1, true, KVQ_SPLIT_NEOX, 2 },
-        { "split 2|4/4 as rows", 4, 4, 2, 1, 1, false, KVQ_SPLIT_NEOX, 2 } };
+        { "aqua-2 bias as rows", 2, 2, 2, 1, 1, false }, { "split 0|4/2", 4, 2, 2, 1, 1, true, KVQ_SPLIT_NEOX, 0 },
+        { "split 2|4/4 as rows", 4, 4, 2, 1, 1, false, KVQ_SPLIT_NEOX, 2 },
+        { "sorted 1|2/2", 2, 2, 2, 2, 1, true, KVQ_SPLIT_NORM, 1 },
+        { "sorted 1|3/2", 3, 2, 2, 2, 1, true, KVQ_SPLIT_NORM, 1 },
+        { "sorted 1|4/2", 4, 2, 2, 2, 1, true, KVQ_SPLIT_NORM, 1 },
+        { "sorted 2|4/3", 4, 3, 2, 2, 1, true, KVQ_SPLIT_NORM, 2 }, { "sorted 4/4", 4, 4, 2, 2, 1, true } };
     for (const auto & f : formats) {
         for (int cells : { 1024, 8192, 32768, 131072 }) {
             if (!strstr(f.name, only) || (only_cells && cells != only_cells)) { continue; }
@@ -82,6 +81,7 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
                     shape.heads / shape.heads_kv, n_q, cells, 1, 0, 0, false, false, f.turns, 0, 1, f.stayed };
                 c.split = f.split;
                 c.fast = f.fast;
+                c.sorted = strstr(f.name, "sorted");
                 std::vector<std::unique_ptr<world>> ws; // several layers, so that L2 does not hold the cache
                 for (int i = 0; i < (cells < 100000 ? 4 : 2); i++) { ws.emplace_back(new world(d, c, false)); }
                 device_bytes q(d, (size_t) n_q * width * 4), o(d, (size_t) n_q * width * 4),

@@ -3,6 +3,39 @@
 
 #include "cuda_attention.h"
 
+// Split keys, and lattices of other bits than 2, up to 4 rows: cuda/walk/decode_bytes_tables.cuh.
+template <typename F> static void tables_in_bytes(bool quick, F && attention) {
+    const struct {
+        int fast, slow, v;
+    } formats[] = {
+#define KVQ_TRIPLE(F, K, V) { F, K, V },
+        KVQ_TEST_SORTED(KVQ_TRIPLE, KVQ_TEST_VALUES)
+#undef KVQ_TRIPLE
+            { 0, 2, 1 },
+        { 0, 3, 2 }, { 0, 3, 3 }, { 0, 4, 4 } // not split
+    };
+    const int n = sizeof(formats) / sizeof(*formats);
+    for (const int D : { 64, 128 }) {
+        for (int i = 0; i < 4 * n; i++) {
+            const auto & f = formats[i % n];
+            const int gqa = 1 + i / 2 % 4, page = i / n == 3 ? 256 : 32 << i / n;
+            if (quick && (i + D / 64) % 5) { continue; }
+            attention_case c = { f.slow, f.v, 2, (i + i / n) % 3, D, 2, gqa, i % 3 ? 1 : 4 / gqa, 700 + 97 * (i % n),
+                1 + i % 2, i % 5 == 1 ? 20.0f : 0.0f, i % 7 == 3 ? 8.0f : 0.0f, i % 4 == 2, false };
+            c.split = f.fast ? KVQ_SPLIT_NORM : 0;
+            c.fast = f.fast;
+            if (f.fast || i / n % 2) { // pages lack their means
+                c.turns = i % 2 ? 3 : 1;
+                c.n_dims = i % 3 ? 0 : D / 2;
+                c.neox = i / 3 % 2;
+                c.sorted = i % 4 != 3;
+                c.stayed = true;
+            }
+            attention(c, i % 3 == 1, i % 6 == 1, page);
+        }
+    }
+}
+
 static void bytes_attention(kvq_cuda_device & d, bool quick) {
     double worst = 0;
     int n = 0;
@@ -47,8 +80,7 @@ static void bytes_attention(kvq_cuda_device & d, bool quick) {
             }
         }
     }
-    for (const int D :
-        { 64, 128 }) { // lattice pages of 2 bits, with their means and without, pages of 32 cells and more
+    for (const int D : { 64, 128 }) { // lattices of 2 bits, with means and without, pages of 32 cells and more
         for (const int page : { 32, 64, 256 }) {
             for (const int gqa : { 1, 2, 3, 4 }) {
                 if (quick && (gqa + page / 32 + D / 64) % 4) { continue; }
@@ -70,6 +102,7 @@ static void bytes_attention(kvq_cuda_device & d, bool quick) {
             attention({ 2, 2, 2, 1, D, 2, 4, 1, cells + 20, 1, 0, 0, false, false }, false, false);
         }
     }
+    tables_in_bytes(quick, attention);
     for (const int D : { 80, 96, 144, 192, 208, 256, 512 }) { // heads in slices
         for (const int gqa : { 1, 2, 3, 4 }) {
             const int x = gqa + D / 16, n_q = 4 / gqa, page = gqa % 2 ? 256 : 0;

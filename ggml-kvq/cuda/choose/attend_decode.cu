@@ -31,6 +31,7 @@ static const kernels DECODE = { kvq_launch_decode_64, kvq_launch_decode_128, kvq
 static const kernels FINE = { kvq_launch_decode_fine_64, kvq_launch_decode_fine_128, kvq_launch_decode_fine_wide };
 static const kernels IN_BYTES = { kvq_launch_decode_bytes_64, kvq_launch_decode_bytes_128,
     kvq_launch_decode_bytes_wide };
+static const kernels IN_BYTES_TABLES = { kvq_launch_bytes_tables_64, kvq_launch_bytes_tables_128, nullptr };
 static const kernels IN_BYTES_ROWS = { kvq_launch_bytes_rows_64, kvq_launch_bytes_rows_128,
     kvq_launch_bytes_rows_wide };
 static const kernels LATTICES = { kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128,
@@ -58,9 +59,15 @@ static const kernels AHEAD_BYTES = { kvq_launch_bytes_ahead_64, kvq_launch_bytes
     kvq_launch_bytes_ahead_wide };
 static const kernels AHEAD = { kvq_launch_far_ahead_64, kvq_launch_far_ahead_128, kvq_launch_far_ahead_wide };
 
+// lattices whose 8-bit products take points from tables (decode_bytes_tables.cuh)
+static bool is_tabled(const kvq_attend_args & a) {
+    return a.k.type == KVQ_TYPE_LATTICE && (a.k.split || a.k.bits != 2 || a.v.bits != 2);
+}
+
 // is there a kernel of slices for these bits?
 static bool is_wide_pair(const kvq_attend_args & a, bool is_short) {
 #define KVQ_PAIR(K, V) || (a.k.bits == K && a.v.bits == V)
+#define KVQ_TRIPLE(F, K, V) || (a.k_fast.bits == F && a.k.bits == K && a.v.bits == V)
     if (a.k.type == KVQ_TYPE_LATTICE && is_short) { return false KVQ_WIDE_SHORT_LATTICE(KVQ_PAIR); }
     return a.k.type == KVQ_TYPE_F16 || a.k.type == KVQ_TYPE_MIXED || (false KVQ_WIDE_BITS(KVQ_PAIR));
 }
@@ -68,19 +75,20 @@ static bool is_wide_pair(const kvq_attend_args & a, bool is_short) {
 static bool is_means_pair(const kvq_attend_args & a) { return false KVQ_MEANS_BITS(KVQ_PAIR); }
 static bool is_short_means_pair(const kvq_attend_args & a) { return false KVQ_SHORT_MEANS_BITS(KVQ_PAIR); }
 static bool is_bytes_pair(const kvq_attend_args & a) {
+    if (is_tabled(a)) {
+        const bool split = false KVQ_BYTES_SPLIT_BITS(KVQ_TRIPLE), whole = false KVQ_BYTES_TABLE_BITS(KVQ_PAIR);
+        return a.n_rows <= COLUMNS / 2 && !a.wide && !a.part && (a.k.split ? split : whole);
+    }
     if (a.n_rows > COLUMNS / 2) { return false KVQ_BYTES_ROWS_BITS(KVQ_PAIR); }
     if (a.wide) { return false KVQ_WIDE_BYTES_BITS(KVQ_PAIR); }
     return false KVQ_BYTES_BITS(KVQ_PAIR);
 }
 static bool is_ahead_pair(const kvq_attend_args & a) { return false KVQ_AHEAD_BITS(KVQ_PAIR); }
 static bool is_fine_pair(const kvq_attend_args & a) { return false KVQ_FINE_BITS(KVQ_PAIR); }
-#undef KVQ_PAIR
 // of split keys, always of pages that lack their means
-static bool is_split_triple(const kvq_attend_args & a) {
-#define KVQ_TRIPLE(F, K, V) || (a.k_fast.bits == F && a.k.bits == K && a.v.bits == V)
-    return false KVQ_SPLIT_BITS(KVQ_TRIPLE);
+static bool is_split_triple(const kvq_attend_args & a) { return false KVQ_SPLIT_BITS(KVQ_TRIPLE); }
+#undef KVQ_PAIR
 #undef KVQ_TRIPLE
-}
 bool kvq_decode_split_keys(const kvq_attend_args & a) {
 #define KVQ_KEYS(F, K) || (a.k_fast.bits == F && a.k.bits == K)
     return false KVQ_SPLIT_KEY_BITS(KVQ_KEYS);
@@ -93,12 +101,13 @@ static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     const kernels & t = a.part == 3  ? (a.fine == BYTES ? AHEAD_BYTES : AHEAD)
         : a.part == 2                ? VALUES
         : a.part == 1                ? (a.k.split ? LOGITS_SPLIT : LOGITS)
-        : a.k.split                  ? (is_short ? SHORT_SPLIT : SPLIT)
+        : a.k.split && is_short      ? SHORT_SPLIT
+        : a.k.split                  ? (a.fine == BYTES ? IN_BYTES_TABLES : SPLIT)
         : a.k.type == KVQ_TYPE_MIXED ? (is_short ? SHORT_MIXED : MIXED)
         : is_short                   ? (a.waves          ? SHORT_MEANS
                                                : lattice ? SHORT_LATTICE
                                                          : SHORT)
-        : a.fine == BYTES            ? IN_BYTES
+        : a.fine == BYTES            ? (is_tabled(a) ? IN_BYTES_TABLES : IN_BYTES)
         : a.fine == BYTES_ROWS       ? IN_BYTES_ROWS
         : a.waves                    ? MEANS
         : lattice                    ? LATTICES
@@ -169,8 +178,8 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     if (of_32 && !a.part && !a.k.scale && !a.v.scale && is_fine_pair(a) && a.n_rows > COLUMNS / 2) { a.fine = 3; }
     // scales of lattice pages come by words of 4 bytes
     const bool in_words = a.n_head_kv * a.k.nb_params % 4 == 0 && a.n_head_kv * a.v.nb_params % 4 == 0;
-    const bool in_bytes = lattice ? in_words && a.k.bits == 2 && a.v.bits == 2 && !a.k.split
-                                  : codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 0 && a.v_group_log2 >= 6;
+    const bool in_bytes =
+        lattice ? in_words : codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 0 && a.v_group_log2 >= 6;
     const bool many = a.n_rows > COLUMNS / 2;
     if (in_bytes && (!a.part || (a.part == 3 && !many)) && !a.map_stride && is_bytes_pair(a) &&
         kvq_setting_on(kvq_setting::CUDA_BYTES, true)) {

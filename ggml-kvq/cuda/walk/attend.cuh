@@ -144,6 +144,7 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 #define KVQ_AHEAD_BITS(X) X(1, 1) X(2, 1) X(2, 2) // where cells were picked by the step before, every head
 #define KVQ_BYTES_BITS(X)                                                                                              \
     X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)            // in 8-bit products, heads of 64 and 128
+#define KVQ_BYTES_TABLE_BITS(X) X(2, 1) X(3, 2) X(3, 3) X(4, 4)        // and of lattices, but for 2/2
 #define KVQ_WIDE_BYTES_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(4, 2) X(4, 4) // and other heads
 #define KVQ_BYTES_ROWS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(4, 4)         // more than 4 rows, every head
 // Split keys, always of pages that lack their means: X(bits of the fast half, of the slow half, of values). Where
@@ -151,6 +152,7 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 #define KVQ_SPLIT_VALUES(X, F, K) X(F, K, 1) X(F, K, 2) X(F, K, 3) X(F, K, 4)
 #define KVQ_SPLIT_SORTED(X, V) V(X, 1, 2) V(X, 1, 3) V(X, 1, 4) V(X, 2, 4)
 #define KVQ_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(4, 4, 4) KVQ_SPLIT_SORTED(X, KVQ_SPLIT_VALUES)
+#define KVQ_BYTES_SPLIT_BITS(X) KVQ_SPLIT_SORTED(X, KVQ_SPLIT_VALUES) // in 8-bit products, heads of 64 and 128
 #define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(1, 2) X(1, 3) X(1, 4) X(2, 4) X(4, 4)
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.

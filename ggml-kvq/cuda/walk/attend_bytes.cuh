@@ -57,13 +57,15 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
     bytes_kernel(const __grid_constant__ kvq_attend_args a) {
     typedef bytes_slice<D, MEANS, WIDE> slice;
     typedef decode_sums<D, bytes_warps<WIDE>> sums_type;
-    static_assert(E == 1 || !AHEAD);
+    constexpr bool TABLES = is_tabled<KB, VB>; // of a lattice
+    static_assert((E == 1 || !AHEAD) && !(TABLES && (E == 2 || AHEAD || WIDE)));
     constexpr int S = D / 16;
     // POINTS: pages may have 32 cells, so that a unit is of two; what is sealed is rotated
     constexpr bool POINTS = KB > LATTICE, LEAN = is_lean<MEANS, WIDE>;
     constexpr bool HALF = E == 2 && !POINTS; // products in f16; o is in units of codes
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     using map = stage_map<D, KB, VB>;
+    using in_points = points_map<D, KB, VB>;
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
     uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * slice::TURNS * TEAM_TURN : 0));
     byte_lane * const lanes = (byte_lane *) (queries + (POINTS ? 2 : 1) * of.n * S * 32);
     uint8_t * const shared_points = (uint8_t *) (lanes + 32 * of.n);
-    int2 * const byte_rows = (int2 *) (shared_points + 32);
+    int2 * const byte_rows = (int2 *) (shared_points + nb_points<KB, VB>());
     // rows as they come, or coefficients of means
     float * const of_rows = (float *) (byte_rows + (E == 2 ? DECODE_COLUMNS * of.n : 0));
     clear_beyond<D>(of, stages, 2 * a.stage_bytes + a.stage_wide);
@@ -140,8 +142,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
         copies_part();
     }
     if (warp < of.n) { // codes of whole channels, or of vectors of two
-        lanes[threadIdx.x] = POINTS ? lane_of<D, D / 2, 4, 4, true>(a, of, kvh)
-                                    : lane_of<D, D, cut<KB>::W, cut<VB>::W, false>(a, of, kvh);
+        lanes[threadIdx.x] = unit_lane<D, KB, VB>(a, of, kvh);
     }
     __syncthreads();
     const byte_lane & my_lane = lanes[32 * of.i + lane];
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
 #pragma unroll
     for (int e = 0; e < E; e++) { m[e] = -INFINITY; }
     const auto copy_places = [&](int unit, int at, int h0, int h1) { // positions of a unit
-        const uint32_t to = stages_at + (unit & 1) * a.stage_bytes + byte_lattice_map<D>::BYTES + 4 * lane;
+        const uint32_t to = stages_at + (unit & 1) * a.stage_bytes + in_points::BYTES + 4 * lane;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int h = i ? h1 : h0;
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
         }
     };
     const auto ask_angles = [&](const uint8_t * stage) {
-        const int32_t first = *(const int32_t *) (stage + byte_lattice_map<D>::BYTES);
+        const int32_t first = *(const int32_t *) (stage + in_points::BYTES);
         copy_angles<D>(a, of, stages_at + 2 * a.stage_bytes, first);
     };
     int coming = -1, behind = first_unit,
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
         if constexpr (POINTS) {
             if (state0 == 3 || state1 == 3) {
                 if constexpr (MEANS) { ask_angles(stage); }
-                put_point_scales<D>(a, stage, kvh);
+                put_point_scales<D, KB, VB>(a, stage, kvh);
             }
         }
         if (at_next >= 0) { // ahead of its turn, and the pages of the one after it
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
                     const byte_lane pieces = my_lane; // copies are no reason to read these again
                     const kvq_page page = page_of(unit + 1, h);
-                    copy_points<D>(a, of, to, page, pieces, kvh, cell_of(at_next, h), 3);
+                    copy_points<D, KB, VB>(a, of, to, page, pieces, kvh, cell_of(at_next, h), 3);
                     if constexpr (MEANS) { copy_places(unit + 1, at_next, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
                 }
             } else if (next0 == 3 && !a.k.scale) {
@@ -255,13 +256,13 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
                 __syncthreads();
             } else if constexpr (POINTS) {
                 if constexpr (MEANS) { copies_part(); }
-                share_points(shared_points, a.k.points);
-                share_all_queries<D, KB, MEANS, !MEANS && !WIDE>(
+                share_tables<KB, VB>(a, shared_points);
+                share_all_queries<D, KB, MEANS, !MEANS && !WIDE, E == 1 ? 2 : 1>(
                     a, of, warp, kvh, E == 1 ? 2 * n_rows : n_rows, queries, of_rows, row_of);
                 if constexpr (MEANS) { first_copies_done(); }
                 __syncthreads();
                 if constexpr (E == 1) {
-                    quantise_rotated<D, 1>({ q.at + of.n * S * 32 }, bytes);
+                    quantise_unit<D, KB, VB>({ q.at + of.n * S * 32 }, bytes);
                 } else {
                     if (warp < of.n) {
                         share_bytes<D>(queries + (of.n + of.i) * S * 32, byte_rows + DECODE_COLUMNS * of.i);
@@ -318,7 +319,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
                     const int h = both ? lane / 16 : first;
                     __syncwarp();
                     if constexpr (MEANS) { copy_places(unit, at, both ? 0 : first, both ? 1 : first); }
-                    copy_points_late<D>(a, of, stage, page_of(unit, h), my_lane, kvh, cell_of(at, h), now);
+                    copy_points_late<D, KB, VB>(a, of, stage, page_of(unit, h), my_lane, kvh, cell_of(at, h), now);
                     if constexpr (MEANS) { ask_angles(stage); }
                 }
             }
@@ -326,14 +327,14 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
             if (now & 1) {
                 if constexpr (POINTS) {
                     if constexpr (E == 1) {
-                        score_points<D, 1>(load_points(shared_points), bytes, stage, s);
+                        score_unit<D, KB, VB>(shared_points, bytes, stage, s);
                     } else {
                         const shared_bytes right = { (const uint4 *) (queries + (of.n + of.i) * S * 32) + lane,
                             (const int4 *) (byte_rows + DECODE_COLUMNS * of.i) + c };
                         score_points<D, 2>(load_points(shared_points), right, stage, s);
                     }
                     if constexpr (MEANS) {
-                        const int32_t * const places_at = (const int32_t *) (stage + byte_lattice_map<D>::BYTES);
+                        const int32_t * const places_at = (const int32_t *) (stage + in_points::BYTES);
                         angles_done();
                         if constexpr (E == 1) {
                             add_row_means<D, KB>(a, of, waves, of_rows, places_at, (float *) wide, s);
@@ -469,8 +470,10 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
                 }
             }
             if (now & 2) {
-                if constexpr (POINTS) {
-                    accumulate_points<D, E>(load_points(shared_points), stage, s, rest, o, middle);
+                if constexpr (TABLES && VB != LATTICE + 4) {
+                    accumulate_tables<D, KB, VB>(shared_points, stage, s, rest[0], o);
+                } else if constexpr (POINTS) {
+                    accumulate_points<D, E, in_points>(load_points(shared_points), stage, s, rest, o, middle);
                 } else if constexpr (HALF) {
                     accumulate<D, KB, VB, false>(a, stage, params, p, o, zeros_v);
                 } else {

@@ -12,9 +12,9 @@ void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, 
     constexpr bool POINTS = KB > LATTICE;
     size_t shared = ((POINTS ? 32 : 16) * (size_t) D + 32 * sizeof(byte_lane)) << a.slices_log2; // queries
     if constexpr (POINTS) {
-        a.stage_bytes = byte_lattice_map<D>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
+        a.stage_bytes = points_map<D, KB, VB>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
         a.stage_wide = MEANS ? 4 * D : 0; // angles
-        shared += 32 + (E == 2 ? shared_bytes::ROWS << a.slices_log2 : 0);
+        shared += nb_points<KB, VB>() + (E == 2 ? shared_bytes::ROWS << a.slices_log2 : 0);
         if constexpr (MEANS) {
             shared += 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + nb_waves<D, E>(a);
         } else if constexpr (!WIDE) {
@@ -56,6 +56,33 @@ void launch_bytes(const kvq_attend_args & a, int n_streams, cudaStream_t stream,
     } else {
         switch (8 * a.k.bits + a.v.bits) { KVQ_BYTES_BITS(KVQ_CASE) }
     }
+#undef KVQ_CASE
+}
+
+// split keys, and lattices of other bits than 2
+template <int D>
+void launch_bytes_tables(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(F, K, V)                                                                                              \
+    case 64 * F + 8 * K + V:                                                                                           \
+        launch_bytes_kernel<D, SPLIT + 32 * F + 2 * K, LATTICE + 2 * V, true, false, false>(                           \
+            a, n_streams, stream, occupancy);                                                                          \
+        break;
+    if (a.k.split) {
+        switch (64 * a.k_fast.bits + 8 * a.k.bits + a.v.bits) { KVQ_BYTES_SPLIT_BITS(KVQ_CASE) }
+        return;
+    }
+#undef KVQ_CASE
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V:                                                                                                    \
+        if (a.waves) {                                                                                                 \
+            launch_bytes_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, true, false, false>(                              \
+                a, n_streams, stream, occupancy);                                                                      \
+        } else {                                                                                                       \
+            launch_bytes_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, false, false, false>(                             \
+                a, n_streams, stream, occupancy);                                                                      \
+        }                                                                                                              \
+        break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_BYTES_TABLE_BITS(KVQ_CASE) }
 #undef KVQ_CASE
 }
 

@@ -181,11 +181,11 @@ __device__ __forceinline__ void score_points(
 
 // as accumulate_bytes, of rows E*c + e: channels 32i + 4g + 2r, + 1 at o[2i + r][e], o[2i + r][E + e]. o: rotated, and
 // before `middle`, what the middle of points has added to each channel, comes off
-template <int D, int E>
+template <int D, int E, typename MAP = byte_lattice_map<D>>
 __device__ __forceinline__ void accumulate_points(const point_bytes & table, const uint8_t * stage,
     const float (&s)[2 * E][4], const float (&rest)[E], float (&o)[D / 16][2 * E], float (&middle)[E]) {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const uint8_t * const scales = stage + byte_lattice_map<D>::SCALES + 4 * DECODE_CELLS + 8 * (8 * (g / 2) + g % 2);
+    const uint8_t * const scales = stage + MAP::SCALES + 4 * DECODE_CELLS + 8 * (8 * (g / 2) + g % 2);
     float2 scale[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) { scale[j] = *(const float2 *) (scales + 16 * j); }
@@ -213,8 +213,8 @@ __device__ __forceinline__ void accumulate_points(const point_bytes & table, con
         uint2 x[2];
 #pragma unroll
         for (int w = 0; w < 2; w++) {
-            x[w] = *(const uint2 *) (stage + byte_lattice_map<D>::V + i * 512 + c * 128 +
-                ((w * 4 + g / 2) ^ 2 * (c % 4)) * 16 + g % 2 * 8);
+            x[w] = *(
+                const uint2 *) (stage + MAP::V + i * 512 + c * 128 + ((w * 4 + g / 2) ^ 2 * (c % 4)) * 16 + g % 2 * 8);
         }
 #pragma unroll
         for (int v = 0; v < 2; v++) { // channels 32i + 4g + 2v, + 1

@@ -1,8 +1,8 @@
 // Decode attention in 8-bit products: how a warp brings 64 cells into shared memory. The stages are those of
-// decode_stage.cuh and decode_bytes_lattice.cuh.
+// decode_stage.cuh, decode_bytes_lattice.cuh and decode_bytes_tables.cuh.
 #pragma once
 
-#include "decode_bytes_lattice.cuh"
+#include "decode_bytes_tables.cuh"
 #include "decode_lanes.cuh"
 
 namespace {
@@ -58,35 +58,85 @@ __device__ __forceinline__ float2 scales_of(const kvq_affine_geometry & g, const
     return two_scales(g, (g.scale == 2 ? own[r] : *(const uint16_t *) (own + 2 * r)) | top << 16);
 }
 
-// Asks for a lattice unit. page, cell: of this lane's half. parts: 1 keys, 2 values
-template <int D, typename X>
-__device__ __forceinline__ void copy_points(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page,
-    const byte_lane & x, int kvh, int cell, int parts) {
-    using map = byte_lattice_map<D>;
-    if (parts & 1) {
-        copy_key_codes<D / 2, 4>(a, of, to + map::K, page.k_codes, x, cell);
-        copy_scales(a.k, to + map::RAW, page.k_params, kvh * a.k.nb_params, cell);
-    }
-    if (parts & 2) {
-        copy_value_codes<D / 2, 4>(a, of, to + map::V, page.v_codes, x, cell);
-        copy_scales(a.v, to + map::RAW + 128, page.v_params, kvh * a.v.nb_params, cell);
+// Of codes of whole channels, or of vectors of two.
+template <int D, int KB, int VB, typename X>
+__device__ __forceinline__ byte_lane unit_lane(const kvq_attend_args & a, const X & of, int kvh) {
+    using codes = lattice_map<D, KB, VB>;
+    if constexpr (KB > LATTICE) {
+        return lane_of<D, D / 2, codes::WK, codes::WV, true, codes::K_VECS>(a, of, kvh);
+    } else {
+        return lane_of<D, D, cut<KB>::W, cut<VB>::W, false>(a, of, kvh);
     }
 }
-template <int D> __device__ __forceinline__ void put_point_scales(const kvq_attend_args & a, uint8_t * stage, int kvh) {
-    using map = byte_lattice_map<D>;
+
+// What the table of lanes does not have of a unit's indices: second parts, the fast half, values of 8 bits.
+template <int D, int KB, int VB, typename X>
+__device__ __forceinline__ void copy_other_keys(
+    const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page, int kvh, int cell) {
+    using map = byte_table_map<D, KB, VB>;
+    const uint8_t * const codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes;
+    if constexpr (cut<slow_of<KB>>::high) {
+        copy_keys<map::K_VECS, map::HIGH>(of, to + map::K_HIGH, codes + a.k.offset[1], cell, a.k.n_chunks[1]);
+    }
+    if constexpr (fast_of<KB> != 0) {
+        copy_keys<map::K_VECS, cut<fast_of<KB>>::W>(
+            of, to + map::FAST, codes + a.k_fast.offset[0], cell, a.k_fast.n_chunks[0]);
+        copy_scales(a.k, to + map::RAW + 256, page.k_params, kvh * a.k.nb_params + a.k_fast.np, cell);
+    }
+}
+template <int D, int KB, int VB, typename X>
+__device__ __forceinline__ void copy_other_values(
+    const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page, int kvh, int cell) {
+    using map = byte_table_map<D, KB, VB>;
+    const uint8_t * const codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes;
+    if constexpr (map::WV == 8) { copy_values<D / 2, 8>(of, to + map::V, codes, cell, a.v.n_chunks[0], a.v.n_tiles); }
+    if constexpr (cut<VB>::high) {
+        copy_values<D / 2, map::HIGH>(of, to + map::V_HIGH, codes + a.v.offset[1], cell, a.v.n_chunks[1], a.v.n_tiles);
+    }
+}
+
+// Asks for a lattice unit. page, cell: of this lane's half. parts: 1 keys, 2 values
+template <int D, int KB, int VB, typename X>
+__device__ __forceinline__ void copy_points(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page,
+    const byte_lane & x, int kvh, int cell, int parts) {
+    using map = points_map<D, KB, VB>;
+    using codes = lattice_map<D, KB, VB>;
+    if (parts & 1) {
+        copy_key_codes<codes::K_VECS, codes::WK>(a, of, to + map::K, page.k_codes, x, cell);
+        copy_scales(a.k, to + map::RAW, page.k_params, kvh * a.k.nb_params, cell);
+        if constexpr (is_tabled<KB, VB>) { copy_other_keys<D, KB, VB>(a, of, to, page, kvh, cell); }
+    }
+    if (parts & 2) {
+        if constexpr (codes::WV < 8) { copy_value_codes<D / 2, codes::WV>(a, of, to + map::V, page.v_codes, x, cell); }
+        copy_scales(a.v, to + map::RAW + 128, page.v_params, kvh * a.v.nb_params, cell);
+        if constexpr (is_tabled<KB, VB>) { copy_other_values<D, KB, VB>(a, of, to, page, kvh, cell); }
+    }
+}
+// those of tables times the steps of their grids
+template <int D, int KB, int VB>
+__device__ __forceinline__ void put_point_scales(const kvq_attend_args & a, uint8_t * stage, int kvh) {
+    using map = points_map<D, KB, VB>;
+    constexpr bool TABLES = is_tabled<KB, VB>;
     float2 * const to = (float2 *) (stage + map::SCALES) + threadIdx.x % 32;
-    to[0] = scales_of(a.k, stage + map::RAW, kvh * a.k.nb_params);
-    to[DECODE_CELLS / 2] = scales_of(a.v, stage + map::RAW + 128, kvh * a.v.nb_params);
+    const auto times = [](float2 x, float step) { return make_float2(x.x * step, x.y * step); };
+    to[0] =
+        times(scales_of(a.k, stage + map::RAW, kvh * a.k.nb_params), TABLES ? GRID_STEP<cut<slow_of<KB>>::B> : 1.0f);
+    to[DECODE_CELLS / 2] = times(
+        scales_of(a.v, stage + map::RAW + 128, kvh * a.v.nb_params), VB == LATTICE + 4 ? 1.0f : GRID_STEP<cut<VB>::B>);
+    if constexpr (TABLES && fast_of<KB> != 0) {
+        to[DECODE_CELLS] = times(
+            scales_of(a.k, stage + map::RAW + 256, kvh * a.k.nb_params + a.k_fast.np), GRID_STEP<cut<fast_of<KB>>::B>);
+    }
     __syncwarp();
 }
 
 // Halves that no warp asked for ahead of time: beside one that is open, or with one operand open
-template <int D, typename X>
+template <int D, int KB, int VB, typename X>
 __device__ __noinline__ void copy_points_late(const kvq_attend_args & a, const X of, uint8_t * stage,
     const kvq_page & page, const byte_lane & x, int kvh, int cell, int parts) {
-    copy_points<D>(a, of, (uint32_t) __cvta_generic_to_shared(stage), page, x, kvh, cell, parts);
+    copy_points<D, KB, VB>(a, of, (uint32_t) __cvta_generic_to_shared(stage), page, x, kvh, cell, parts);
     copies_done();
-    put_point_scales<D>(a, stage, kvh);
+    put_point_scales<D, KB, VB>(a, stage, kvh);
 }
 
 } // namespace

@@ -23,10 +23,11 @@ template <int K, typename X> __device__ __forceinline__ int key_pieces(const kvq
     return X::WIDE ? a.k.n_chunks[0] * 4 : K;
 }
 
-// Of N rows of codes of WK and WV bits (D channels, or D/2 vectors of 4): the pieces of copy_keys and copy_values.
-template <int D, int N, int WK, int WV, bool POINTS, typename X>
+// Of N rows of codes of WK and WV bits (D channels, or D/2 vectors of 4; keys: NK of them): the pieces of copy_keys and
+// copy_values.
+template <int D, int N, int WK, int WV, bool POINTS, int NK = N, typename X>
 __device__ __forceinline__ byte_lane lane_of(const kvq_attend_args & a, const X & of, int kvh) {
-    constexpr int K = N * WK / 32 * 4, V = 4 * WV; // pieces of a tile of keys, of half a tile of values
+    constexpr int K = NK * WK / 32 * 4, V = 4 * WV; // pieces of a tile of keys, of half a tile of values
     static_assert(!X::WIDE || K >= 16);
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16, tile = 2 * half + (K == 8 ? r / 8 : 0),
               chunk = half * WV + r % V / 4, step = key_pieces<K, X>(a), v_tile = of.i * (N / 16) + r / V;

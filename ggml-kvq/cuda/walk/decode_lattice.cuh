@@ -374,8 +374,9 @@ __device__ __forceinline__ void copy_rows(const X & of, float * to, F && row_of)
     __syncthreads();
 }
 
-// Split: a slice has D/2 channels of each half, first those of the slow one, [slice][half, step][lane].
-template <int D, int KB, typename X, typename F>
+// Split: a slice has D/2 channels of each half, first those of the slow one, [slice][half, step][lane]. TWINS: columns
+// of one row that lie side by side; it is rotated once.
+template <int D, int KB, int TWINS, typename X, typename F>
 __device__ __forceinline__ void share_split(
     const kvq_attend_args & a, const X & of, int warp, int kvh, int n_rows, uint2 * out, F && row_of) {
     constexpr int S = D / 16, HALF = D / 2, LANES = D / 8, MOST = X::WIDE ? 4 : 1; // LANES: of a half
@@ -389,7 +390,7 @@ __device__ __forceinline__ void share_split(
         }
     }
 #pragma unroll 1
-    for (int column = warp; column < DECODE_COLUMNS; column += of.warps) {
+    for (int column = warp * TWINS; column < DECODE_COLUMNS; column += of.warps * TWINS) {
         const float *p = row_of(column), f = a.scale * LOG2E * a.k.norm;
         float x[4 * MOST] = {};
 #pragma unroll
@@ -424,24 +425,31 @@ __device__ __forceinline__ void share_split(
 #pragma unroll
         for (int k = 0; k < MOST; k++) {
             if (takes && k < of.n) {
-                out[(k * S + t) * 32 + column * 4 + c] =
+                const uint2 four =
                     make_uint2(pack_half2(x[4 * k], x[4 * k + 1]), pack_half2(x[4 * k + 2], x[4 * k + 3]));
+#pragma unroll
+                for (int twin = 0; twin < TWINS; twin++) { out[(k * S + t) * 32 + (column + twin) * 4 + c] = four; }
             }
         }
     }
 }
 
 // Queries of a block's n_rows rows for all teams, as they are and behind those, at out, rotated: [slice][step][lane]. A
-// warp takes a row; columns without one are 0. GAINS: keys may have some, which rotated queries undo.
-template <int D, int KB, bool GAINS, typename X, typename F>
+// warp takes a row; columns without one are 0. GAINS: keys may have some, which rotated queries undo. TWINS: as above.
+template <int D, int KB, bool GAINS, int TWINS, typename X, typename F>
 __device__ __forceinline__ void share_rotated(
     const kvq_attend_args & a, const X & of, int warp, int kvh, int n_rows, uint2 * plain, uint2 * out, F && row_of) {
     constexpr int P = cut<KB>::P, S = D / 16, MOST = X::WIDE ? 4 : 1; // MOST: slices
     const int lane = threadIdx.x % 32;
     // the step and thread that this lane's 4 channels belong to
     const int c = S < P ? lane / 4 : lane / P % 4, t = S < P ? lane % 4 : lane / (4 * P) * P + lane % P;
+    const auto put = [&](uint2 * to, int k, int column, const float * x) {
+        const uint2 four = make_uint2(pack_half2(x[0], x[1]), pack_half2(x[2], x[3]));
+#pragma unroll
+        for (int twin = 0; twin < TWINS; twin++) { to[(k * S + t) * 32 + (column + twin) * 4 + c] = four; }
+    };
 #pragma unroll 1
-    for (int column = warp; column < DECODE_COLUMNS; column += of.warps) {
+    for (int column = warp * TWINS; column < DECODE_COLUMNS; column += of.warps * TWINS) {
         const float *p = row_of(column), f = a.scale * LOG2E, norm = rotation_norm<D, X>(a);
         float x[4 * MOST] = {};
 #pragma unroll
@@ -459,10 +467,7 @@ __device__ __forceinline__ void share_rotated(
         for (int k = 0; k < MOST; k++) {
 #pragma unroll
             for (int i = 4 * k; i < 4 * k + 4; i++) { x[i] *= f; }
-            if (4 * lane < D && k < of.n) {
-                plain[(k * S + t) * 32 + column * 4 + c] =
-                    make_uint2(pack_half2(x[4 * k], x[4 * k + 1]), pack_half2(x[4 * k + 2], x[4 * k + 3]));
-            }
+            if (4 * lane < D && k < of.n) { put(plain, k, column, x + 4 * k); }
             float4 back = make_float4(norm, norm, norm, norm);
             if constexpr (GAINS) {
                 const int channel = k * D + 4 * lane;
@@ -489,10 +494,7 @@ __device__ __forceinline__ void share_rotated(
         }
 #pragma unroll
         for (int k = 0; k < MOST; k++) {
-            if (4 * lane < D && k < of.n) {
-                out[(k * S + t) * 32 + column * 4 + c] =
-                    make_uint2(pack_half2(x[4 * k], x[4 * k + 1]), pack_half2(x[4 * k + 2], x[4 * k + 3]));
-            }
+            if (4 * lane < D && k < of.n) { put(out, k, column, x + 4 * k); }
         }
     }
 }

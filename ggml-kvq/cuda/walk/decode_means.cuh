@@ -59,8 +59,8 @@ __device__ __forceinline__ void score_waves(
 }
 
 // All that is made of a block's queries for lattice pages: as they are, rotated, and coefficients of means.
-// rows: room for those, or for rows that are COPIED.
-template <int D, int KB, bool MEANS, bool COPIED, typename X, typename F>
+// rows: room for those, or for rows that are COPIED. TWINS: columns of a row.
+template <int D, int KB, bool MEANS, bool COPIED, int TWINS = 1, typename X, typename F>
 __device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, const X & of, int warp, int kvh,
     int n_rows, uint2 * queries, float * rows, F && row_of) {
     static_assert(!COPIED || !MEANS);
@@ -72,9 +72,9 @@ __device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, con
     uint2 * const rotated = queries + of.n * (D / 16) * 32;
     if constexpr (is_split<KB>) {
         share_queries<D, KB>(a, of, queries, row);
-        share_split<D, KB>(a, of, warp, kvh, n_rows, rotated, row);
+        share_split<D, KB, TWINS>(a, of, warp, kvh, n_rows, rotated, row);
     } else {
-        share_rotated<D, KB, MEANS>(a, of, warp, kvh, n_rows, queries, rotated, row);
+        share_rotated<D, KB, MEANS, TWINS>(a, of, warp, kvh, n_rows, queries, rotated, row);
     }
     if constexpr (MEANS) { mean_coefficients<D>(a, of, kvh, rows, row); }
 }
