@@ -466,7 +466,7 @@ def test_what_goes_with_a_laboratory(demo_model: Path, tmp_path: Path) -> None:
     with pytest.raises(MethodError, match="page=48"):
         Model(demo_model, "lab", lab=Same(page=48))
     with Model(demo_model, "lab", lab=Same(), n_ctx=512) as model:
-        assert "simulated" in model.load_line
+        assert "simulated: f16 rows, as Same leaves them" in model.load_line
         for call in (model.save_state, model.load_state):
             with pytest.raises(StateError, match="simulated"):
                 call(tmp_path / "state.bin")
@@ -482,6 +482,7 @@ def test_models_come_and_go(demo_model: Path) -> None:
     n = len(a.seen), len(b.seen)
     with Model(demo_model, "lab", n_ctx=256) as plain:
         plain.logits(plain.tokenize(TEXT)[:100])
+        assert "as they came: no class was given" in plain.load_line
     assert (len(a.seen), len(b.seen)) == n
 
 
@@ -536,3 +537,7 @@ def test_a_class_that_fails_leaves_no_row(demo_model: Path, tmp_path: Path, caps
     out.unlink()
     assert cli.main([*args, "--cache", f"lab:{file},page=48"]) == 2  # found before anything is measured
     assert "page=48" in capsys.readouterr().err and not out.exists()
+    fits = "from ggml_kvq.lab import Method\nclass Mine(Method):\n    def seal(self, page): ...\n"
+    file.write_text(f"{fits}    def fit(self, sample): 1 / 0\n")
+    assert cli.main([*args, "--cache", "kivi", "--cache", f"lab:{file}"]) == 2  # not a row beside others
+    assert "mine.py:4: Mine.fit: ZeroDivisionError" in capsys.readouterr().err

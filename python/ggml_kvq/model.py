@@ -161,6 +161,8 @@ class Model(Many, Vocabulary):
         self._kv_log = [line for line in lines if re.match(r"llama_kv_cache\w*: size\s*=", line)]
         if self.kv_method is not None:
             self.load_line = "\n".join(kvstats.load_lines(self._libs, id(self)))
+            if kv_method == "lab":
+                self.load_line = session.named(self.load_line, self._lab)
             if chosen.asked:
                 self.load_line = self.load_line.replace(f"[{self._options}]", f"[{chosen.asked}]")
             if verbose:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import budget, default_means, files, gguf_header, hub, kvstats, memory, methods, progress, resolver
-from ..errors import KvqError, LibraryError
+from ..errors import KvqError, LabError, LibraryError
 from ..lab.method import sources as lab_sources
 from . import documents, drift, perplexity, results, retrieval, specs, tasks
 
@@ -147,7 +147,7 @@ class Evaluation:
             with progress.Bar(label, n_steps, self.args.quiet) as bar:
                 try:
                     model = self.open(cache, n_ctx, key)
-                except LibraryError:
+                except (LibraryError, LabError):  # no fault of the model
                     raise
                 except KvqError as e:
                     if cache.is_reference:

@@ -35,6 +35,12 @@ def asked(kv_method: str | None, lab: Any, opts: str) -> Method:
     return lab
 
 
+def named(load_line: str, lab: Session | None) -> str:
+    """The load line with the class in place of "a program"."""
+    who = f", as {lab.method.describe()} leaves them" if lab else " as they came: no class was given (lab=)"
+    return load_line.replace(", whatever a program makes of them", who)
+
+
 class Session:
     """stop(True) asks the llama_decode that runs to end."""
 
