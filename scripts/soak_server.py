@@ -4,7 +4,9 @@ restored, contexts that shift. Fixed probes must be answered alike before and af
 memory must stay as it is.
 
     soak_server.py --minutes 20 --method kivi [--slots 8] [--model MODEL.gguf] [--port 8790]
+    soak_server.py --minutes 20 --method kivi --declare q4_0 --slots 2 --clients 6 --cache-ram 32
 
+Several clients of a slot take it from each other, so that llama-server puts their prompts into its RAM cache.
 Prints one line of JSON with counts; exit code 1 when something was not as it should be.
 """
 
@@ -84,8 +86,9 @@ class Soak:
             f"{folder}/",
             "--context-shift",
             "--cache-ram",
-            "0",
+            str(args.cache_ram),
             "--no-webui",
+            *(("-ctk", args.declare, "-ctv", args.declare) if args.declare else ()),
         ]
         self.log = open(folder / "server.log", "w")
         self.server = subprocess.Popen(
@@ -163,8 +166,8 @@ class Soak:
                 r.read()
             self.counts["erased"] += 1
 
-    def worker(self, slot: int, end: float) -> None:
-        rng = random.Random(self.args.seed * 1000 + slot)
+    def worker(self, client: int, end: float) -> None:
+        rng, slot = random.Random(self.args.seed * 1000 + client), client % self.args.slots
         while time.monotonic() < end and len(self.problems) < 5:
             try:
                 self.one(slot, rng)
@@ -174,7 +177,8 @@ class Soak:
 
     def load(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        threads = [threading.Thread(target=self.worker, args=(i, end)) for i in range(self.args.slots)]
+        n = self.args.clients or self.args.slots
+        threads = [threading.Thread(target=self.worker, args=(i, end)) for i in range(n)]
         for t in threads:
             t.start()
         for t in threads:
@@ -218,6 +222,9 @@ def main() -> int:
     p.add_argument("--method", default="kivi")
     p.add_argument("--opts", default="")
     p.add_argument("--slots", type=int, default=8)
+    p.add_argument("--clients", type=int, default=0, help="at once; 0: as many as slots")
+    p.add_argument("--cache-ram", type=int, default=0, help="MiB of the server's RAM cache")
+    p.add_argument("--declare", default="", help="type of the cache (-ctk, -ctv)")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--port", type=int, default=8790)
     p.add_argument("--seed", type=int, default=1)
