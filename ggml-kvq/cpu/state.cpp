@@ -124,6 +124,15 @@ template <typename F> void each_run(const kvq_codec & c, const kvq_lattice_half 
     }
 }
 
+// Channels of all cells, 16 bytes at a time, without a call for each row.
+void copy_channels(uint16_t * to, int to_stride, const uint16_t * from, int from_stride, int width, int n_cells) {
+    for (int t = 0; t < n_cells; t++, to += to_stride, from += from_stride) {
+        int d = 0;
+        for (; d + 8 <= width; d += 8) { memcpy(to + d, from + d, 16); }
+        for (; d < width; d++) { to[d] = from[d]; }
+    }
+}
+
 // Rows of a half in those of whole heads.
 void decode_lattice(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
     static thread_local std::vector<uint16_t> own;
@@ -139,9 +148,7 @@ void decode_lattice(const kvq_codec & c, const void * codes, const void * params
         const kvq_lattice_half & h = halves[k];
         decode_half(h.codec, (const uint8_t *) codes + h.codes, (const uint8_t *) params + h.params, own.data());
         each_run(c, h, [&](int i, int channel, int width) {
-            for (size_t t = 0; t < (size_t) c.n_cells; t++) {
-                memcpy(rows + t * (size_t) c.head_size + channel, &own[t * (size_t) D + i], 2 * (size_t) width);
-            }
+            copy_channels(rows + channel, c.head_size, &own[(size_t) i], D, width, c.n_cells);
         });
     }
 }
@@ -156,9 +163,7 @@ void assign_lattice(const kvq_codec & c, const uint16_t * rows, void * codes, co
         if (c.split) {
             own.resize((size_t) c.n_cells * D);
             each_run(c, h, [&](int i, int channel, int width) {
-                for (size_t t = 0; t < (size_t) c.n_cells; t++) {
-                    memcpy(&own[t * (size_t) D + i], rows + t * (size_t) c.head_size + channel, 2 * (size_t) width);
-                }
+                copy_channels(&own[(size_t) i], D, rows + channel, c.head_size, width, c.n_cells);
             });
             from = own.data();
         }

@@ -123,29 +123,45 @@ template <int W> struct bit_fields {
             memcpy(rows + 4 * j, &x, sizeof(x));
         }
     }
+    // Whole groups of 16 values, the group in which the bytes end, and the values behind it, which are most of an
+    // image's and have fields of 0.
     static void put(size_t n_values, uint16_t * rows, int low, size_t nb_all, const uint8_t * bytes) {
-        for (size_t i = 0, at = 0; i < n_values; i += AT_ONCE, at += nb) {
+        const size_t whole = nb_all / nb, rest = nb_all % nb;
+        for (size_t i = 0; i < whole; i++) {
             uint64_t bits = 0;
-            if (at + nb <= nb_all) {
-                memcpy(&bits, bytes + at, nb);
-            } else if (at < nb_all) {
-                memcpy(&bits, bytes + at, nb_all - at);
-            }
-            unpack(bits, rows + i, low);
+            memcpy(&bits, bytes + i * nb, nb);
+            unpack(bits, rows + i * AT_ONCE, low);
+        }
+        if (rest) {
+            uint64_t bits = 0;
+            memcpy(&bits, bytes + whole * nb, rest);
+            unpack(bits, rows + whole * AT_ONCE, low);
+        }
+        for (size_t i = (whole + !!rest) * AT_ONCE; i < n_values; i += 4) {
+            uint64_t x;
+            memcpy(&x, rows + i, sizeof(x));
+            x &= ~(lanes << low);
+            memcpy(rows + i, &x, sizeof(x));
         }
     }
     static bool take(size_t n_values, const uint16_t * rows, int low, size_t nb_all, uint8_t * bytes) {
-        for (size_t i = 0, at = 0; i < n_values; i += AT_ONCE, at += nb) {
-            const uint64_t bits = pack(rows + i, low);
-            if (at + nb <= nb_all) {
-                memcpy(bytes + at, &bits, nb);
-                continue;
-            }
-            const size_t n = at < nb_all ? nb_all - at : 0;
-            if (bits >> 8 * n) { return false; }
-            if (n) { memcpy(bytes + at, &bits, n); }
+        const size_t whole = nb_all / nb, rest = nb_all % nb;
+        for (size_t i = 0; i < whole; i++) {
+            const uint64_t bits = pack(rows + i * AT_ONCE, low);
+            memcpy(bytes + i * nb, &bits, nb);
         }
-        return true;
+        if (rest) {
+            const uint64_t bits = pack(rows + whole * AT_ONCE, low);
+            if (bits >> 8 * rest) { return false; }
+            memcpy(bytes + whole * nb, &bits, rest);
+        }
+        uint64_t others = 0;
+        for (size_t i = (whole + !!rest) * AT_ONCE; i < n_values; i += 4) {
+            uint64_t x;
+            memcpy(&x, rows + i, sizeof(x));
+            others |= x;
+        }
+        return !(others >> low & lanes);
     }
 };
 
