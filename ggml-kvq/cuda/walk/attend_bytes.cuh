@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
         copy_waves<D, E>(a, of, waves);
         copies_part();
     }
+    if constexpr (POINTS) { share_tables<KB, VB>(a, shared_points); }
     if (warp < of.n) { // codes of whole channels, or of vectors of two
         lanes[threadIdx.x] = unit_lane<D, KB, VB>(a, of, kvh);
     }
@@ -256,7 +257,6 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
                 __syncthreads();
             } else if constexpr (POINTS) {
                 if constexpr (MEANS) { copies_part(); }
-                share_tables<KB, VB>(a, shared_points);
                 share_all_queries<D, KB, MEANS, !MEANS && !WIDE, E == 1 ? 2 : 1>(
                     a, of, warp, kvh, E == 1 ? 2 * n_rows : n_rows, queries, of_rows, row_of);
                 if constexpr (MEANS) { first_copies_done(); }

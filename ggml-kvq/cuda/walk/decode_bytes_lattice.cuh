@@ -68,18 +68,23 @@ __device__ __forceinline__ void add_ones(int (&sums)[4], uint32_t b0, uint32_t b
     }
 }
 
+// The largest magnitude of column g's row in a rotated query.
+template <int D> __device__ __forceinline__ float most_of_query(const shared_query & q) {
+    __half2 most = __float2half2_rn(0.0f);
+#pragma unroll
+    for (int t = 0; t < D / 16; t++) {
+        const uint2 x = query_of(q, t);
+        most = __hmax2(most, __hmax2(__habs2(as_half2(x.x)), __habs2(as_half2(x.y))));
+    }
+    return most_of_row(most);
+}
+
 // Right operands of the scores of all cells. q: rotated, row g/2 in column g (E = 2: row g).
 template <int D, int E>
 __device__ __forceinline__ void quantise_rotated(const shared_query & q, byte_query<D, E> & out) {
     constexpr int S = D / 16;
     const int lane = threadIdx.x % 32, c = lane % 4;
-    __half2 most = __float2half2_rn(0.0f);
-#pragma unroll
-    for (int t = 0; t < S; t++) {
-        const uint2 x = query_of(q, t);
-        most = __hmax2(most, __hmax2(__habs2(as_half2(x.x)), __habs2(as_half2(x.y))));
-    }
-    const float top = most_of_row(most);
+    const float top = most_of_query<D>(q);
     byte_sums<E> sums;
 #pragma unroll
     for (int part = 0; part < E; part++) {

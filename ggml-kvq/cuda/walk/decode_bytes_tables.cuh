@@ -117,17 +117,10 @@ __device__ __forceinline__ void cells_of_four(
 
 // Right operands of the scores of all cells: of a pair of steps the 8 channels that a plane's four vectors have.
 template <int D> __device__ __forceinline__ void quantise_steps(const shared_query & q, byte_query<D, 1> & out) {
-    constexpr int S = D / 16;
-    __half2 most = __float2half2_rn(0.0f);
-#pragma unroll
-    for (int t = 0; t < S; t++) {
-        const uint2 x = query_of(q, t);
-        most = __hmax2(most, __hmax2(__habs2(as_half2(x.x)), __habs2(as_half2(x.y))));
-    }
-    const float top = most_of_row(most);
+    const float top = most_of_query<D>(q);
     const byte_digits digits = digits_up_to<1>(top, 0);
 #pragma unroll
-    for (int t = 0; t < S; t++) {
+    for (int t = 0; t < D / 16; t++) {
         const uint2 x = query_of(q, t);
         const float2 v = __half22float2(as_half2(x.x)), w = __half22float2(as_half2(x.y));
         out.x[0][t / 2][t % 2] = digits.four(v.x, v.y, w.x, w.y, digits.by);
@@ -139,37 +132,16 @@ template <int D> __device__ __forceinline__ void quantise_steps(const shared_que
 template <int D, int KB, int FIRST, int N>
 __device__ __forceinline__ void sum_block(const uint16_t * table, const byte_query<N, 1> & q, const uint8_t * keys,
     const uint8_t * high, byte_sums<1> (&sums)[4]) {
-    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, WORDS = D / 2 * W / 32 * 4,
-                  HIGH_WORDS = D / 2 * 2 / 32 * 4;
-    constexpr int SHARE = S < P ? 4 / (D / 2 * W / 32) : 1; // threads that have parts of one word
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2;
-    const uint8_t *words = keys + tile * WORDS * 16 + g % 2 * 8, *words1 = high + tile * HIGH_WORDS * 16 + g % 2 * 8;
-    uint2 x[4], h[4] = {};
+    constexpr int W = cut<KB>::W;
+    key_words<D, KB> k(keys, high);
 #pragma unroll
-    for (int u = 0; u < S / 2; u++) { // two steps
-        if (S < P ? u == 0 : 2 * u % P == 0) {
-            const int chunk = S < P ? c / SHARE : c + 4 * (2 * u / P);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                x[j] = *(const uint2 *) (words + chunk * 64 + (j ^ tile) * 16);
-                if (S < P) {
-                    x[j].x = rotate(x[j].x, 8 / SHARE * (c % SHARE));
-                    x[j].y = rotate(x[j].y, 8 / SHARE * (c % SHARE));
-                }
-                if (cut<KB>::high) { // a word of the second part has the indices of two chunks
-                    h[j] = *(const uint2 *) (words1 + chunk / 2 * 64 + (j ^ tile) * 16);
-                    const int by = S < P ? 2 * c : 4 * (chunk % 2);
-                    h[j].x = rotate(h[j].x, by);
-                    h[j].y = rotate(h[j].y, by);
-                }
-            }
-        }
-        const int plane = 2 * u % P / 2;
+    for (int u = 0; u < D / 32; u++) { // two steps
+        k.next(u);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             uint32_t e[2], f[2];
-            vectors_of_four<cut<KB>::B>(table, x[j].x, W * plane, h[j].x, 2 * plane, e);
-            vectors_of_four<cut<KB>::B>(table, x[j].y, W * plane, h[j].y, 2 * plane, f);
+            vectors_of_four<cut<KB>::B>(table, k.x[j].x, W * k.plane, k.h[j].x, 2 * k.plane, e);
+            vectors_of_four<cut<KB>::B>(table, k.x[j].y, W * k.plane, k.h[j].y, 2 * k.plane, f);
             mma_signed(sums[j].at[0], { e[0], f[0], e[1], f[1] }, q.x[0][FIRST + u]);
         }
     }

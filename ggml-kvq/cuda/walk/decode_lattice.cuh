@@ -139,49 +139,62 @@ __device__ __forceinline__ void look_up(
     }
 }
 
+// Indices of a block of D channels, 64 cells: keys, second parts of 6 bits. next(): those of the pair of steps u, in
+// `plane` of the words x and h
+template <int D, int KB> struct key_words {
+    // P: steps of a chunk; a pair of them takes the four bytes of a word's plane
+    static constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D / 2 * W / 32 * 4,
+                         N_HIGH = D / 2 * 2 / 32 * 4;
+    static constexpr int SHARE = S < P ? 4 / (D / 2 * W / 32) : 1; // threads that have parts of one word
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2;
+    const uint8_t *words, *words1;
+    uint2 x[4], h[4] = {};
+    int plane = 0;
+    __device__ __forceinline__ key_words(const uint8_t * keys, const uint8_t * high) :
+        words(keys + tile * N * 16 + g % 2 * 8), words1(high + tile * N_HIGH * 16 + g % 2 * 8) {}
+    __device__ __forceinline__ void next(int u) {
+        plane = 2 * u % P / 2;
+        if (S < P ? u != 0 : 2 * u % P != 0) { return; }
+        const int chunk = S < P ? c / SHARE : c + 4 * (2 * u / P);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            x[j] = *(const uint2 *) (words + chunk * 64 + (j ^ tile) * 16);
+            if (S < P) {
+                x[j].x = rotate(x[j].x, 8 / SHARE * (c % SHARE));
+                x[j].y = rotate(x[j].y, 8 / SHARE * (c % SHARE));
+            }
+            if (cut<KB>::high) { // a word of the second part has the indices of two chunks
+                h[j] = *(const uint2 *) (words1 + chunk / 2 * 64 + (j ^ tile) * 16);
+                const int by = S < P ? 2 * c : 4 * (chunk % 2); // a plane a thread, or two
+                h[j].x = rotate(h[j].x, by);
+                h[j].y = rotate(h[j].y, by);
+            }
+        }
+    }
+};
+
 // A block of D channels: its indices, second parts of 6 bits, scales. AT_ONCE: loops are unrolled, or one step at a
 // time where code has to be short.
 template <int D, int KB, typename Q>
 __device__ __forceinline__ void score_block(const uint32_t * table, const Q & q, const uint8_t * keys,
     const uint8_t * high, const uint8_t * scales, float (&s)[4][4]) {
-    // P: steps of a chunk; a pair of them takes the four bytes of a word's plane
-    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D / 2 * W / 32 * 4, N_HIGH = D / 2 * 2 / 32 * 4,
-                  AT_ONCE = steps_at_once<Q>;
-    constexpr int SHARE = S < P ? 4 / (D / 2 * W / 32) : 1; // threads that have parts of one word
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2;
-    const uint8_t *words = keys + tile * N * 16 + g % 2 * 8, *words1 = high + tile * N_HIGH * 16 + g % 2 * 8;
+    constexpr int W = cut<KB>::W, S = D / 16, AT_ONCE = steps_at_once<Q>;
+    const int g = threadIdx.x % 32 / 4, tile = g / 2;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) { s[j][e] = 0.0f; }
     }
-    uint2 x[4], h[4] = {};
+    key_words<D, KB> k(keys, high);
 #pragma unroll AT_ONCE
     for (int u = 0; u < S / 2; u++) { // two steps
-        if (S < P ? u == 0 : 2 * u % P == 0) {
-            const int chunk = S < P ? c / SHARE : c + 4 * (2 * u / P);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                x[j] = *(const uint2 *) (words + chunk * 64 + (j ^ tile) * 16);
-                if (S < P) {
-                    x[j].x = rotate(x[j].x, 8 / SHARE * (c % SHARE));
-                    x[j].y = rotate(x[j].y, 8 / SHARE * (c % SHARE));
-                }
-                if (cut<KB>::high) { // a word of the second part has the indices of two chunks
-                    h[j] = *(const uint2 *) (words1 + chunk / 2 * 64 + (j ^ tile) * 16);
-                    const int by = S < P ? 2 * c : 4 * (chunk % 2); // a plane a thread, or two
-                    h[j].x = rotate(h[j].x, by);
-                    h[j].y = rotate(h[j].y, by);
-                }
-            }
-        }
-        const int plane = 2 * u % P / 2;
+        k.next(u);
         const uint2 q0 = query_of(q, 2 * u), q1 = query_of(q, 2 * u + 1);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             uint32_t e[4], f[4];
-            look_up<KB>(table, x[j].x, W * plane, h[j].x, 2 * plane, e);
-            look_up<KB>(table, x[j].y, W * plane, h[j].y, 2 * plane, f);
+            look_up<KB>(table, k.x[j].x, W * k.plane, k.h[j].x, 2 * k.plane, e);
+            look_up<KB>(table, k.x[j].y, W * k.plane, k.h[j].y, 2 * k.plane, f);
             mma(s[j], { e[0], f[0], e[1], f[1] }, q0.x, q0.y);
             mma(s[j], { e[2], f[2], e[3], f[3] }, q1.x, q1.y);
         }
