@@ -5,6 +5,7 @@
 #include "ggml-kvq.h"
 
 #include <cstddef>
+#include <cstdint>
 
 struct kvq_copy_job {
     void * to;
@@ -19,6 +20,9 @@ public:
     // The next allocations take this much together, KVQ_ALIGN_SLAB each: one piece instead of many.
     virtual void reserve(size_t nb) = 0;
     virtual void * alloc(size_t nb) = 0; // zeros; NULL: out of memory
+    // Bytes from p to the end of what it was allocated with. A copy goes no further, although the next allocation may
+    // begin there; 0: not known. The host's memory has no such ends.
+    virtual size_t left(const void *) const { return SIZE_MAX; }
     virtual void free(void * p, size_t nb) = 0;
     virtual void zero(void * p, size_t nb) = 0;
     virtual void copy(void * to, const void * from, size_t nb) = 0;
@@ -30,6 +34,19 @@ public:
     virtual void put_all(const kvq_copy_job * jobs, size_t n, int n_threads) {
         (void) n_threads;
         for (size_t i = 0; i < n; i++) { put(jobs[i].to, jobs[i].from, jobs[i].nb); }
+    }
+    // All of them, into host memory; neighbours come in one piece where they go to neighbours.
+    void get_all(const kvq_copy_job * jobs, size_t n) {
+        for (size_t i = 0, j; i < n; i = j) {
+            kvq_copy_job all = jobs[i];
+            const size_t most = left(all.from);
+            const auto joins = [&](const kvq_copy_job & x) {
+                return x.from == (const char *) all.from + all.nb && x.to == (char *) all.to + all.nb &&
+                    all.nb + x.nb <= most;
+            };
+            for (j = i + 1; j < n && joins(jobs[j]); j++) { all.nb += jobs[j].nb; }
+            if (all.nb) { get(all.to, all.from, all.nb); }
+        }
     }
     // One address into a table of them. It may wait for flush(), because many come together.
     virtual void put_address_later(void * to, const void * address) = 0;

@@ -17,13 +17,13 @@ void kvq_host_pages::fetch(kvq_space & space, const std::vector<piece> & from, b
     size_t nb = 0;
     for (const piece & x : from) { nb += x.nb; }
     to.reset(new uint8_t[nb]);
+    std::vector<kvq_copy_job> jobs;
     size_t at = 0;
-    for (size_t i = 0, j; i < from.size(); i = j) {
-        size_t run = from[i].nb;
-        for (j = i + 1; j < from.size() && from[j].p == (const uint8_t *) from[i].p + run; j++) { run += from[j].nb; }
-        if (run) { space.get(to.get() + at, from[i].p, run); }
-        at += run;
+    for (const piece & x : from) {
+        jobs.push_back({ to.get() + at, x.p, x.nb });
+        at += x.nb;
     }
+    space.get_all(jobs.data(), jobs.size());
 }
 
 kvq_host_pages::kvq_host_pages(const kvq_lane & x, int s, int first, int last) : first(first) {

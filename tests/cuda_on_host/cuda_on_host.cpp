@@ -1,11 +1,14 @@
 #include "include/cuda_fp16.h"
 #include "base/f16.h"
 
+#include <algorithm>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <vector>
 
 #include <csetjmp>
+#include <sys/mman.h>
 #include <ucontext.h>
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -24,6 +27,7 @@ dim3 threadIdx, blockIdx, gridDim, blockDim;
 namespace host_cuda {
 
 uint8_t * shared;
+uint64_t n_blocks;
 
 namespace {
 
@@ -200,10 +204,61 @@ void launch(dim3 g, dim3 b, size_t nb_shared, const std::function<void()> & k) {
         for (unsigned y = 0; y < g.y; y++) {
             for (unsigned x = 0; x < g.x; x++) {
                 blockIdx = dim3(x, y, z);
+                n_blocks++;
+                memset(shared, 0xff, nb_shared);
                 run_block();
             }
         }
     }
+}
+
+// ---------------------------------------------------------------- device memory
+
+static constexpr size_t ARENA = (size_t) 64 << 30, ALIGNED = 256;
+static uint8_t * arena;
+static size_t arena_used;
+static std::map<const uint8_t *, size_t> given;       // bytes
+static std::multimap<size_t, uint8_t *> free_of_size; // memory that came back
+
+void * device_alloc(size_t nb) {
+    if (!arena) {
+        void * all = mmap(nullptr, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (all == MAP_FAILED) { return nullptr; }
+        arena = (uint8_t *) all;
+    }
+    nb = std::max<size_t>((nb + ALIGNED - 1) / ALIGNED * ALIGNED, ALIGNED);
+    uint8_t * p = arena + arena_used;
+    const auto found = free_of_size.find(nb);
+    if (found != free_of_size.end()) {
+        p = found->second;
+        free_of_size.erase(found);
+    } else if (nb > ARENA - arena_used) {
+        return nullptr;
+    } else {
+        arena_used += nb;
+    }
+    given[p] = nb;
+    return p;
+}
+
+void device_free(void * p) {
+    const auto at = given.find((const uint8_t *) p);
+    if (at == given.end()) { return; }
+    const size_t nb = at->second, whole = 4096; // the system has its pages back
+    uint8_t *const begin = (uint8_t *) (((uintptr_t) p + whole - 1) / whole * whole),
+                   *const end = (uint8_t *) (((uintptr_t) p + nb) / whole * whole);
+    if (begin < end) { madvise(begin, (size_t) (end - begin), MADV_DONTNEED); }
+    free_of_size.emplace(nb, (uint8_t *) p);
+    given.erase(at);
+}
+
+bool may_copy(const void * at, size_t nb) {
+    const auto * const p = (const uint8_t *) at;
+    if (!arena || p < arena || p >= arena + arena_used) { return true; } // the host's
+    auto block = given.upper_bound(p);
+    if (block == given.begin()) { return false; }
+    --block;
+    return p + nb <= block->first + block->second;
 }
 
 // What every lane gave, as exchange(): up to REGISTERS at once.

@@ -105,6 +105,12 @@ def kernel_start(text: str, end: int) -> int:
     return i + 1
 
 
+def fresh(declaration: re.Match[str]) -> str:
+    """Shared arrays and numbers, which hold nothing that can be used when a block begins."""
+    names = [re.sub(r"\[.*", "", x, flags=re.S).split()[-1] for x in split(declaration[1], ",")]
+    return declaration[0] + "".join(f" HOST_FRESH({name});" for name in names)
+
+
 def translate_text(text: str) -> str:
     """One file."""
     out, at = "", 0
@@ -129,6 +135,7 @@ def translate_text(text: str) -> str:
         r"\1 * const \2 = (\1 *) host_cuda::shared;",
         text,
     )
+    text = re.sub(r"^[ ]*__shared__ (?:__align__\(\d+\) )?([^;]+);", fresh, text, flags=re.M)
     return re.sub(r"#pragma unroll.*\n", "\n", text)
 
 

@@ -1,5 +1,5 @@
 // Part of test_cuda.cpp: inputs of a step are held on the host and come to the device all at once, each whole and
-// nothing beside it.
+// nothing beside it. Copies of many pieces do not go from one allocation into the next.
 #pragma once
 
 #include "cuda/device/inputs.h"
@@ -40,4 +40,28 @@ static void check_inputs(kvq_cuda_device & d) {
     inputs.drop();
     CHECK(inputs.hold(many.p, large.data(), 16), "nothing is held behind a drop");
     printf("inputs: %zu sizes, %d pieces at once\n", sizeof(sizes) / sizeof(*sizes), n);
+}
+
+// Allocations that begin where another one ends, in pieces of a third: CUDA refuses a copy over both.
+static void check_copies(kvq_cuda_device & d) {
+    constexpr size_t NB = 6u << 20, PIECE = NB / 3; // CUDA gives whole units of 2 MiB
+    std::vector<std::unique_ptr<device_bytes>> all;
+    for (int i = 0; i < 8; i++) { all.emplace_back(new device_bytes(d, NB)); }
+    std::sort(all.begin(), all.end(), [](const auto & a, const auto & b) { return a->p < b->p; });
+    std::vector<uint8_t> from(all.size() * NB), back(from.size(), 0);
+    for (auto & x : from) { x = (uint8_t) rng(); }
+    std::vector<kvq_copy_job> put, get;
+    int n_neighbours = 0;
+    for (size_t i = 0; i < all.size(); i++) {
+        n_neighbours += i && (uint8_t *) all[i - 1]->p + NB == all[i]->p;
+        for (size_t at = 0; at < NB; at += PIECE) {
+            put.push_back({ (uint8_t *) all[i]->p + at, &from[i * NB + at], PIECE });
+            get.push_back({ &back[i * NB + at], (uint8_t *) all[i]->p + at, PIECE });
+        }
+    }
+    d.put_all(put.data(), put.size(), 1);
+    d.get_all(get.data(), get.size());
+    CHECK(d.error().empty() && back == from, "%s", d.error().c_str());
+    printf("copies: %d pieces, %d of %d allocations begin where another one ends\n", (int) put.size(), n_neighbours,
+        (int) all.size());
 }

@@ -424,6 +424,7 @@ int main(int argc, char ** argv) {
         return 0;
     }
     check_inputs(d);
+    check_copies(d);
     if (argc > 1 && (!strcmp(argv[1], "host") || !strcmp(argv[1], "quick"))) {
         far_attention(d, true);
         far_ahead(d, true);

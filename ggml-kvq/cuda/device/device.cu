@@ -198,80 +198,7 @@ void kvq_cuda_device::forget_stream(void * s) {
     }
 }
 
-// ---------------------------------------------------------------- memory
-
-void kvq_cuda_device::reserve(size_t nb) {
-    void * p = nullptr;
-    if (slab || !use()) { return; }
-    if (cudaMalloc(&p, nb) != cudaSuccess) { // too large in one piece: pieces then
-        cudaGetLastError();
-        return;
-    }
-    slab = (uint8_t *) p;
-    nb_slab = nb;
-}
-
-void * kvq_cuda_device::alloc(size_t nb) {
-    void * p = nullptr;
-    if (slab && slab_used + nb <= nb_slab) {
-        p = slab + slab_used;
-        slab_used += kvq_pad(nb, KVQ_ALIGN_SLAB);
-        n_in_slab++;
-        zero(p, nb);
-        return p;
-    }
-    if (!use() || cudaMalloc(&p, nb) != cudaSuccess) {
-        cudaGetLastError();
-        return nullptr;
-    }
-    zero(p, nb);
-    return p;
-}
-
-void kvq_cuda_device::free(void * p, size_t) {
-    synchronize();
-    if (p >= slab && p < slab + nb_slab) {
-        slab_used = --n_in_slab ? slab_used : 0;
-        return;
-    }
-    check(cudaFree(p), "cudaFree");
-}
-
-void kvq_cuda_device::zero(void * p, size_t nb) {
-    use();
-    check(cudaMemsetAsync(p, 0, nb, (cudaStream_t) stream), "cudaMemsetAsync");
-}
-
-void kvq_cuda_device::copy(void * to, const void * from, size_t nb) {
-    use();
-    n_copied++;
-    // far rows too, which lie on the host
-    check(cudaMemcpyAsync(
-              to, from, nb, pinned.empty() ? cudaMemcpyDeviceToDevice : cudaMemcpyDefault, (cudaStream_t) stream),
-        "cudaMemcpyAsync");
-}
-
-void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
-    use();
-    if (pinned.holds(from)) {
-        synchronize(); // far rows that are on their way
-        memcpy(host, from, nb);
-        return;
-    }
-    check(cudaMemcpyAsync(host, from, nb, cudaMemcpyDeviceToHost, (cudaStream_t) stream), "cudaMemcpyAsync");
-    synchronize();
-}
-
-// pageable memory is staged before the call returns: the host bytes may go at once
-void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
-    use();
-    check(cudaMemcpyAsync(to, host, nb, cudaMemcpyHostToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
-}
-
-void kvq_cuda_device::put_all(const kvq_copy_job * jobs, size_t n, int n_threads) {
-    use();
-    if (!staging.put(jobs, n, n_threads, stream)) { kvq_space::put_all(jobs, n, n_threads); }
-}
+// ---------------------------------------------------------------- pages
 
 void kvq_cuda_device::put_address_later(void * to, const void * address) {
     for (far_call & x : coming) { // rows that are on their way have another place now
@@ -311,8 +238,6 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lan
     nb_promised = std::max(nb_promised, nb);
     return nb;
 }
-
-// ---------------------------------------------------------------- pages
 
 bool kvq_cuda_device::begin_step(step s, size_t n_rows) {
     use();

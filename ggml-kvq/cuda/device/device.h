@@ -109,6 +109,7 @@ public:
     bool is_host() const override { return false; }
     void reserve(size_t nb) override;
     void * alloc(size_t nb) override;
+    size_t left(const void * p) const override;
     void free(void * p, size_t nb) override;
     void zero(void * p, size_t nb) override;
     void copy(void * to, const void * from, size_t nb) override;
@@ -182,6 +183,7 @@ private:
     template <typename T> bool grow(T *& p, size_t & n, size_t need, const char * what);
     uint8_t * slab = nullptr; // CUDA rounds every allocation up to 2 MiB: a cache's lanes lie in one
     size_t nb_slab = 0, slab_used = 0, n_in_slab = 0;
+    std::map<const uint8_t *, size_t> blocks; // of alloc(), beside the slab
     float * partial = nullptr;
     uint32_t * tickets = nullptr;
     size_t n_partial = 0, n_tickets = 0;

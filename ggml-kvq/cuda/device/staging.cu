@@ -36,7 +36,7 @@ kvq_staging::~kvq_staging() {
     }
 }
 
-bool kvq_staging::put(const kvq_copy_job * jobs, size_t n, int n_threads, void * stream) {
+bool kvq_staging::put(const kvq_space & space, const kvq_copy_job * jobs, size_t n, int n_threads, void * stream) {
     if (!make()) { return false; }
     size_t used = 0;
     int now = 0;
@@ -61,7 +61,8 @@ bool kvq_staging::put(const kvq_copy_job * jobs, size_t n, int n_threads, void *
             nb = std::min(jobs[i].nb - at, NB_HALF - used);
             char * const to = (char *) jobs[i].to + at;
             in.push_back({ half[now] + used, (const char *) jobs[i].from + at, nb });
-            if (!out.empty() && (char *) out.back().to + out.back().nb == to) {
+            if (!out.empty() && (char *) out.back().to + out.back().nb == to &&
+                out.back().nb + nb <= space.left(out.back().to)) {
                 out.back().nb += nb; // they lie one behind the other here too
             } else {
                 out.push_back({ to, half[now] + used, nb });

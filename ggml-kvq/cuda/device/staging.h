@@ -10,8 +10,8 @@ public:
     ~kvq_staging();
     kvq_staging(const kvq_staging &) = delete;
     kvq_staging & operator=(const kvq_staging &) = delete;
-    // false: there is no memory for it, or a copy failed; jobs may have been done in part
-    bool put(const kvq_copy_job * jobs, size_t n, int n_threads, void * stream);
+    // to: where the jobs go. false: there is no memory for it, or a copy failed; jobs may have been done in part
+    bool put(const kvq_space & to, const kvq_copy_job * jobs, size_t n, int n_threads, void * stream);
 
 private:
     bool make();

@@ -21,6 +21,15 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __shared__ static
+// the first thread of a block to come here finds what is not a number
+#define HOST_FRESH(name)                                                                                               \
+    do {                                                                                                               \
+        static uint64_t of_block;                                                                                      \
+        if (of_block != host_cuda::n_blocks) {                                                                         \
+            of_block = host_cuda::n_blocks;                                                                            \
+            memset((void *) &name, 0xff, sizeof(name));                                                                \
+        }                                                                                                              \
+    } while (0)
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n)
@@ -80,6 +89,11 @@ extern dim3 threadIdx, blockIdx, gridDim, blockDim; // of the fiber that runs
 
 namespace host_cuda {
 extern uint8_t * shared;
+extern uint64_t n_blocks; // begun so far
+// Device memory: allocations lie one behind the other, as they may on a device, and no copy may cross their ends.
+void * device_alloc(size_t nb);
+void device_free(void * p);
+bool may_copy(const void * p, size_t nb);
 constexpr size_t SHARED_BYTES = 256 << 10;
 
 void launch(dim3 grid, dim3 block, size_t nb_shared, const std::function<void()> & kernel);
@@ -216,7 +230,7 @@ static inline void host_copy(uint32_t to, const void * from, int n) {
 // ---------------------------------------------------------------- runtime
 
 typedef int cudaError_t;
-enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
+enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2 };
 typedef struct host_stream * cudaStream_t;
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
 constexpr size_t SHARED_BYTES_OF_BLOCK = 227 << 10; // as cards of compute capability 9.0
@@ -241,7 +255,7 @@ static inline cudaError_t cudaDeviceGetAttribute(int * x, int, int) {
     return cudaSuccess;
 }
 template <typename T> static inline cudaError_t cudaMalloc(T ** p, size_t nb) {
-    *p = (T *) aligned_alloc(256, (nb + 255) / 256 * 256 + 256);
+    *p = (T *) host_cuda::device_alloc(nb);
     return *p ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 enum { cudaHostAllocMapped = 2, cudaHostAllocPortable = 1 };
@@ -258,11 +272,11 @@ static inline cudaError_t cudaHostGetDevicePointer(void ** of_device, void * p, 
     return cudaSuccess;
 }
 static inline cudaError_t cudaFreeHost(void * p) {
-    free(p);
+    host_cuda::device_free(p);
     return cudaSuccess;
 }
 static inline cudaError_t cudaFree(void * p) {
-    free(p);
+    host_cuda::device_free(p);
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemsetAsync(void * p, int x, size_t n, cudaStream_t) {
@@ -270,6 +284,7 @@ static inline cudaError_t cudaMemsetAsync(void * p, int x, size_t n, cudaStream_
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t n, cudaMemcpyKind, cudaStream_t) {
+    if (!host_cuda::may_copy(to, n) || !host_cuda::may_copy(from, n)) { return cudaErrorInvalidValue; }
     memmove(to, from, n);
     return cudaSuccess;
 }
@@ -310,7 +325,9 @@ static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureS
     return cudaSuccess;
 }
 static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-static inline const char * cudaGetErrorString(cudaError_t) { return "out of memory"; }
+static inline const char * cudaGetErrorString(cudaError_t e) {
+    return e == cudaErrorInvalidValue ? "invalid argument" : "out of memory";
+}
 template <typename F> static inline cudaError_t cudaFuncSetAttribute(F, int, int) { return cudaSuccess; }
 template <typename F> static inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int * n, F, int, size_t) {
     *n = 1;
