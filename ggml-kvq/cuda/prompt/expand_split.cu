@@ -1,8 +1,7 @@
 // Split keys (types/lattice.h) as plain f16 rows, and as open pages: what expand_lattice.cu and seal_chain.cu make of
 // blocks of a whole head. A row is decoded in the order fast half, slow half, in which each half is rotated by itself,
-// and put into the order of its channels.
-#include "cuda/rows.cuh"
-#include "cuda/seal/seal.cuh"
+// and put into the order of its channels. Prompts read every cell anew: the usual shapes have strips.
+#include "strips.cuh"
 
 constexpr int WARPS = 8;
 
@@ -200,6 +199,14 @@ static void launch(const split_args & a, int n_pages, cudaStream_t stream) {
 
 void kvq_launch_expand_split(const kvq_affine_geometry & g, const kvq_affine_geometry & fast, const kvq_page * pages,
     int n_pages, int n_head, const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
+    if (kvq_takes_strips(g, n_head, to, turn, true)) {
+        const auto strips = g.head_size == 64 ? launch_strips<64, true, true, true>
+            : g.head_size == 128              ? launch_strips<128, true, true, true>
+            : g.head_size == 256              ? launch_strips<256, true, true, true>
+                                              : launch_strips<512, true, true, true>;
+        strips(g, fast, pages, n_pages, n_head, to, turn, stream);
+        return;
+    }
     launch({ g, fast, turn, pages, n_head, to, nullptr, nullptr }, n_pages, stream);
 }
 
