@@ -46,6 +46,8 @@ def test_translation() -> None:
     assert text.rstrip().endswith("z();")
     assert "asm" not in text
     assert all(name.strip() for name, _ in INSTRUCTIONS)
+    shared = translate_text("    __shared__ float a[N ? 2 : 1][3], b; // of two\n")
+    assert shared == "    __shared__ float a[N ? 2 : 1][3], b; HOST_FRESH(a); HOST_FRESH(b); // of two\n"
     over_lines = translate_text("    f<A, 3>\n        <<<g, 32, 0, s>>>(x);")
     assert over_lines.strip() == "host_cuda::launch(g, dim3( 32),  0, [&] { f<A, 3>(x); });"
     with pytest.raises(SystemExit, match="wgmma"):

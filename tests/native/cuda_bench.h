@@ -1,5 +1,5 @@
 // Part of test_cuda.cpp: time of one layer's attention, launched one after another and (cold) as a model finds it, with
-// other bytes and instructions in the caches; floor = bytes / copy bandwidth.
+// other bytes and instructions in the caches; floor = bytes / copy bandwidth. rows: to make f16 rows of it, for prompts.
 #pragma once
 
 #include "cuda_timing.h"
@@ -54,8 +54,8 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
         bandwidth = 2.0 * nb / seconds(d, 5, [&] { d.copy(y.p, x.p, nb); });
     }
     device_bytes big(d, nb);
-    printf("copy bandwidth %.2f TB/s (bytes read plus written)\n%-22s %8s %5s %10s %10s %10s %8s\n", bandwidth / 1e12,
-        "attention, one layer", "cells", "n_q", "us", "cold us", "floor us", "ratio");
+    printf("copy bandwidth %.2f TB/s (bytes read plus written)\n%-22s %8s %5s %10s %10s %10s %8s %10s\n",
+        bandwidth / 1e12, "attention, one layer", "cells", "n_q", "us", "cold us", "floor us", "ratio", "rows us");
     struct {
         const char * name;
         int kb, vb, group, scale, turns = 0;
@@ -90,7 +90,7 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
                 for (auto & x : hq) { x = normal(); }
                 d.put(q.p, hq.data(), hq.size() * 4);
                 size_t i = 0;
-                const auto attend = [&] {
+                const auto next = [&] {
                     world & w = *ws[i++ % ws.size()];
                     kvq_attn a = {};
                     a.k = w.k.codec;
@@ -111,9 +111,18 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
                     a.dst_stride_head = shape.D;
                     a.pages = (const kvq_page *) w.pages_there->p;
                     w.leave_out(a, 0);
+                    return a;
+                };
+                const auto attend = [&] {
+                    const kvq_attn a = next();
                     d.attend(&a, 1);
                 };
-                const double s = seconds(d, n_q == 1 ? 40 : 4, attend);
+                const auto expand = [&] {
+                    const kvq_attn a = next();
+                    void * rows[2];
+                    CHECK(d.expand(&a, 1, &rows[0], &rows[1]), "out of memory");
+                };
+                const double s = seconds(d, n_q == 1 ? 40 : 4, attend), s_rows = n_q == 1 ? seconds(d, 20, expand) : 0;
                 double cold = 0.0;
                 if (n_q == 1 && cool_code) {
                     const auto cool = [&] { // the L2 cache has other bytes then, and instructions are fetched anew
@@ -130,8 +139,8 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
                 const double bytes = f.kb == 16
                     ? (double) (w.frames[0]->nb + w.frames[1]->nb)
                     : (double) (w.codes[0]->nb + w.codes[1]->nb + w.params[0]->nb + w.params[1]->nb);
-                printf("%-22s %8d %5d %10.1f %10.1f %10.1f %8.2f\n", f.name, cells, n_q, s * 1e6, cold * 1e6,
-                    bytes / bandwidth * 1e6, s / (bytes / bandwidth));
+                printf("%-22s %8d %5d %10.1f %10.1f %10.1f %8.2f %10.1f\n", f.name, cells, n_q, s * 1e6, cold * 1e6,
+                    bytes / bandwidth * 1e6, s / (bytes / bandwidth), s_rows * 1e6);
             }
         }
     }

@@ -5,10 +5,8 @@
 #include "cuda/rows.cuh"
 #include "cuda/seal/seal.cuh"
 
-// Channel c of a row of halves, fast then slow, of head h: where it lies in the head.
-static __device__ __forceinline__ int channel_of_halves(
-    int split, const kvq_device_order & order, int D, int h, int c) {
-    if (order.channel) { return __ldg(order.channel + h * D + c); }
+// Where channel c of a row of halves, fast then slow, lies in the head, if no order says otherwise.
+static __device__ __forceinline__ int channel_of_halves(int split, int D, int c) {
     const int half = D / 2, quarter = D / 4, i = c % half;
     return split == KVQ_SPLIT_NORM ? c : i / quarter * half + (c < half ? 0 : quarter) + i % quarter;
 }
@@ -122,7 +120,17 @@ template <int D, bool KEYS, bool SPLIT> struct strips {
         float * const row = rows + sub() * D;
         __syncwarp();
 #pragma unroll
-        for (int e = 0; e < E; e++) { row[channel_of_halves(split, order, D, h, E * lane() + e)] = x[e]; }
+        for (int e = 0; e < E; e += 8) {
+            const int c = E * lane() + e;
+            uint4 at = {};
+            if (order.channel) { at = __ldg((const uint4 *) (order.channel + h * D + c)); }
+            const uint32_t two[4] = { at.x, at.y, at.z, at.w };
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const int to = order.channel ? two[i / 2] >> i % 2 * 16 & 0xffff : channel_of_halves(split, D, c + i);
+                row[to] = x[e + i];
+            }
+        }
         __syncwarp();
 #pragma unroll
         for (int e = 0; e < E; e += 4) { *(float4 *) (x + e) = *(const float4 *) (row + E * lane() + e); }
