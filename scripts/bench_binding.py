@@ -62,7 +62,7 @@ def of_program(args: argparse.Namespace, method: str, prompt: str) -> float:
     command = [
         sys.executable,
         "-c",
-        "from ggml_kvq.launcher import llama_completion; llama_completion()",
+        "from ggml_kvq.launch.launcher import llama_completion; llama_completion()",
         "-m",
         args.model,
         "--kv-method",

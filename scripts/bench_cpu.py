@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ggml_kvq import Model, llama
+from ggml_kvq import Model
+from ggml_kvq.core import llama
 
 VOCAB = 256
 LATENT_EMBED = 128  # of the model with latent attention
@@ -232,7 +233,7 @@ class Arm:
         self.memory = self.lib.llama_get_memory(self.ctx)
         self.ratio = CACHE_RATIO.get(cache or "", 0.0)
         if method and kvq is not None:
-            from ggml_kvq import native
+            from ggml_kvq.core import native
 
             stats = native.kvq_stats()
             kvq.kvq_cache_stats(kvq.kvq_cache_count() - 1, ctypes.byref(stats))

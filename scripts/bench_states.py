@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from ggml_kvq import Model, _paths, declared, gguf_header, llama
+from ggml_kvq import Model, _paths, declared, gguf_header
+from ggml_kvq.core import llama
 
 ARMS = (
     "upstream,f16,kivi,higgs,auto:bits=2.5,aqua:predictor=none,zipcache,minikv,specache,"

@@ -44,7 +44,8 @@ CONTEXT, CHUNKS = 512, 3
 CLOSE = 0.00005
 MODEL = """
 import json, sys
-from ggml_kvq import Model, loader
+from ggml_kvq import Model
+from ggml_kvq.core import loader
 demo, text, n_ctx, chunks = sys.argv[1], open(sys.argv[2]).read(), int(sys.argv[3]), int(sys.argv[4])
 out = {"ggml": loader.libraries().base.ggml_version().decode()}
 for method in ("upstream", "f16", "kivi"):

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ggml_kvq import Model, kernels, loader
+from ggml_kvq import Model
+from ggml_kvq.core import kernels, loader
 from ggml_kvq.errors import MethodError
 from ggml_kvq.reference import AFFINE, LATTICE, MIXED, Codec, K, V
 

@@ -17,9 +17,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-from ggml_kvq import bench, fits, plotting
+from ggml_kvq import bench, plotting
 from ggml_kvq.evaluate import results
 from ggml_kvq.evaluate.specs import parse
+from ggml_kvq.launch import fits
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from ggml_kvq import kernels, loader
 from ggml_kvq import reference as ref
+from ggml_kvq.core import kernels, loader
 from ggml_kvq.reference import AFFINE, F16, Codec, K, V
 
 FILL = np.float32(-7.25e8)  # what dst holds before the call, and around it after

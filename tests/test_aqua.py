@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, kernels, loader, native
+from ggml_kvq import Model
+from ggml_kvq.core import kernels, loader, native
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.reference import LATTICE, Codec, K, V, attention, lattice
 

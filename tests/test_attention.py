@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attention_bounds import expected
 from attention_cases import FILL, build, cases, dst_view
-from ggml_kvq import kernels, loader, native
+from ggml_kvq.core import kernels, loader, native
 from ggml_kvq.errors import MethodError
 from ggml_kvq.reference import K, V
 

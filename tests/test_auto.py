@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, budget, cli, default_means, errors, gguf_header, info, launcher, loader, memory, native
+from ggml_kvq import Model, budget, cli, default_means, errors, gguf_header, info, memory
 from ggml_kvq.calibrate import ladder, tune
+from ggml_kvq.core import loader, native
 from ggml_kvq.errors import KvqError, MethodError
+from ggml_kvq.launch import launcher
 from ggml_kvq.reference import METHODS, LayerShape
 from ggml_kvq.reference.auto import RUNGS, WHOLE, code_bits, order_of, spread
 

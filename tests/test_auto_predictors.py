@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, native
+from ggml_kvq import Model
 from ggml_kvq.calibrate import predictors
 from ggml_kvq.calibrate.order import sorted_keys
+from ggml_kvq.core import native
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.reference import METHODS, LayerShape, lattice
 from test_aqua import MODEL

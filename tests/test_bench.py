@@ -98,6 +98,6 @@ def test_bits_of_a_short_context_are_possible_and_have_means(
     assert cli.main([*argv, "--rounds", "1", "-o", str(out)]) == 0
     assert "measuring its keys and values" in capsys.readouterr().err
     assert len(out.read_text().splitlines()) == 4
-    call = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_bench())"
+    call = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.llama_bench())"
     done = run_python(call, "-m", str(demo_model), "--kv-bits", "3", "-p", "0", "-n", "2", "-r", "1", "-t", "1")
     assert done.returncode == 0 and "ggml-kvq: auto [bits=3], K" in done.stderr, done.stderr[-2000:]

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ggml_kvq import _paths, loader
+from ggml_kvq import _paths
+from ggml_kvq.core import loader
 
 ROOT = Path(__file__).resolve().parent.parent
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX and its emulation are of x86-64")

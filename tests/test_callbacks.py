@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, loader
+from ggml_kvq import Model
 from ggml_kvq.calibrate import capture, files, predictors
+from ggml_kvq.core import loader
 
 MODEL = Path(__file__).resolve().parents[1] / "models/kvq-demo-q8_0.gguf"
 TEXT = (Path(__file__).parent / "data" / "walk.txt").read_text()

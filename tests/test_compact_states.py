@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from ggml_kvq import Model, errors, state_files, states
+from ggml_kvq import Model, errors
+from ggml_kvq.core import state_files, states
 
 DEMO = ROOT / "models" / "kvq-demo-q8_0.gguf"
 TEXT = "The register file holds sixteen words. Each word is read by the decoder before the next cycle begins. " * 24

@@ -22,7 +22,8 @@ NAME = "ggml-kvq-compute"
 TEAMS = """
 import os, sys, threading
 import numpy as np
-from ggml_kvq import Model, kernels, loader
+from ggml_kvq import Model
+from ggml_kvq.core import kernels, loader
 
 def native():
     "threads that Python did not start"

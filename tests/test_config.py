@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ggml_kvq import Model, cli, gguf_header, info, native
+from ggml_kvq import Model, cli, gguf_header, info
 from ggml_kvq.calibrate import files, xquant
+from ggml_kvq.core import native
 from ggml_kvq.errors import KvqError
 from ggml_kvq.evaluate import perplexity
 
@@ -32,7 +33,7 @@ def sidecar(tmp_path: Path) -> Any:
 @pytest.mark.parametrize("n_layer", [12, 16, 32, 5])
 @pytest.mark.parametrize("name", list(xquant.PRESETS))
 def test_presets_scale_as_the_native_side_scales_them(name: str, n_layer: int) -> None:
-    from ggml_kvq import loader
+    from ggml_kvq.core import loader
 
     lib = loader.libraries().need_kvq()
     c = xquant.preset(name, n_layer)

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT
-from ggml_kvq import Model, _paths, gguf_header, launcher, methods, native
+from ggml_kvq import Model, _paths, gguf_header, methods
+from ggml_kvq.core import native
 from ggml_kvq.declared import smallest
 from ggml_kvq.errors import KvqError
+from ggml_kvq.launch import launcher
 from test_llama_features import HOLES, TEXT, Context, random_walk
 
 DEMO = ROOT / "models" / "kvq-demo-q8_0.gguf"

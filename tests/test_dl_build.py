@@ -93,7 +93,7 @@ def ours(bits: int = 4) -> dict[str, str]:
 def launched(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the launcher of this installation goes on with."""
     argv = ["-m", demo_model, "-p", TEXT, "-n", "24", "--temp", "0", "-c", "2048", "-t", "2", "-no-cnv"]
-    call = "import sys; from ggml_kvq.launcher import run; sys.exit(run('llama-completion', sys.argv[1:]))"
+    call = "import sys; from ggml_kvq.launch.launcher import run; sys.exit(run('llama-completion', sys.argv[1:]))"
     more = ["--no-display-prompt", "--kv-method", "kivi", "--kv-opt", "bits=4"]
     command = [sys.executable, "-c", call, *map(str, argv), *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

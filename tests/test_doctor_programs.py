@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ggml_kvq import _paths, hosts
+from ggml_kvq import _paths
+from ggml_kvq.launch import hosts
 from test_hosts import fetched
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from ggml_kvq import Model, _paths, chat, cli, errors, plotting
+from ggml_kvq import Model, _paths, cli, errors, plotting
+from ggml_kvq.core import chat
 from ggml_kvq.evaluate import (
     documents,
     drift,

@@ -121,7 +121,7 @@ def test_server(tmp_path: Path) -> None:
     # the launcher by its module, so that the test also covers a checkout that is not installed
     launcher = tmp_path / "llama-server"
     launcher.write_text(
-        f"#!{sys.executable}\nfrom ggml_kvq.launcher import llama_server\nraise SystemExit(llama_server())\n"
+        f"#!{sys.executable}\nfrom ggml_kvq.launch.launcher import llama_server\nraise SystemExit(llama_server())\n"
     )
     launcher.chmod(0o755)
     log = tmp_path / "server.log"

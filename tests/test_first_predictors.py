@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, default_means, launcher, loader, native, resolver
+from ggml_kvq import Model, default_means, resolver
 from ggml_kvq.calibrate import capture, files, ladder, predictors, weights
+from ggml_kvq.core import loader, native
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.evaluate import specs
+from ggml_kvq.launch import launcher
 from ggml_kvq.reference import METHODS, LayerShape, auto
 from ggml_kvq.resolver import BY_ARGUMENTS, Request
 from test_aqua import TEXT

@@ -20,9 +20,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from ggml_kvq import Model, _paths, cpus, default_means, launcher, progress, router
+from ggml_kvq import Model, _paths, cpus, default_means, progress
 from ggml_kvq.calibrate import halves
-from ggml_kvq.flags import User
+from ggml_kvq.launch import launcher, router
+from ggml_kvq.launch.flags import User
 from test_server_page import server
 
 MEASURED = "data measured on the model's first use"
@@ -103,7 +104,7 @@ def test_every_model_of_a_bench_finds_its_own(cache: Path, demo_model: Path, tmp
     for models in (["-m", f"{demo_model},{copy}"], ["-m", str(demo_model), "-m", str(copy)]):
         lines = load_lines(alone("llama-bench", *models, "-p", "8", "-n", "0", "-r", "1"))
         assert len(lines) == 2 and all(MEASURED in line for line in lines), lines
-    call = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_bench())"
+    call = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.llama_bench())"
     argv = [*models, "-p", "8", "-n", "0", "-r", "1", "-t", "1", "--kv-bits", "3"]
     done = subprocess.run([sys.executable, "-c", call, *argv], capture_output=True, text=True, timeout=300, check=False)
     lines = load_lines(done.stderr)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from conftest import LLAMA_FIELDS, ROOT
-from ggml_kvq import Model, cli, fits, memory
+from ggml_kvq import Model, cli, memory
 from ggml_kvq.evaluate import specs
+from ggml_kvq.launch import fits
 
 GIB = 1 << 30
 SPECS = [specs.parse(text) for text in fits.CACHES]

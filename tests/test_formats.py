@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import kernels, loader
 from ggml_kvq import reference as ref
+from ggml_kvq.core import kernels, loader
 from ggml_kvq.errors import MethodError
 from ggml_kvq.reference import AFFINE, F16, Codec, K, V, affine
 

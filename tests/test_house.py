@@ -276,11 +276,17 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_python_modules_import_in_no_circle() -> None:
     graph = python_imports()
-    assert "native" in graph["resolver"] and "evaluate.perplexity" in graph["model"], "imports are no longer found"
+    assert "core.native" in graph["resolver"] and "evaluate.perplexity" in graph["core.model"], "imports are lost"
     without = {a: {b for b in bs if (a, b) not in PYTHON_EXCEPTIONS} for a, bs in graph.items()}
     assert not circle(without), " <- ".join(circle(without))
     for a, b in PYTHON_EXCEPTIONS:
         assert circle({**without, a: without[a] | {b}}), f"{a} -> {b} closes no circle: no exception"
+
+
+def test_the_binding_knows_no_launcher() -> None:
+    """core/ is what a Python program uses, launch/ what a command line does."""
+    up = {a: bs for a, bs in python_imports().items() if a.startswith("core") and any("launch" in b for b in bs)}
+    assert not up, up
 
 
 def test_kernels_that_may_start_early_wait() -> None:

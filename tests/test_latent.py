@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, errors, kernels, loader
+from ggml_kvq import Model, errors
+from ggml_kvq.core import kernels, loader
 from ggml_kvq.reference import AFFINE, F16, LATTICE, Codec, K
 from test_llama_features import random_walk
 

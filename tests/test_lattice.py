@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import kernels, loader
 from ggml_kvq import reference as ref
+from ggml_kvq.core import kernels, loader
 from ggml_kvq.errors import MethodError
 from ggml_kvq.reference import LATTICE, Codec, K, V, attention, lattice, lattice_grids
 from ggml_kvq.reference.codec import SPLIT_NEOX, SPLIT_NORM

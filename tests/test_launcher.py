@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from conftest import LLAMA_FIELDS, gguf_bytes, run_python
-from ggml_kvq import _paths, launcher
+from ggml_kvq import _paths
 from ggml_kvq.errors import KvqError
+from ggml_kvq.launch import launcher
 
-CALL = "import sys; from ggml_kvq.launcher import run; sys.exit(run('llama-cli', sys.argv[1:]))"
+CALL = "import sys; from ggml_kvq.launch.launcher import run; sys.exit(run('llama-cli', sys.argv[1:]))"
 PROGRAMS = ["llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity"]
 SERVER = "llama-server"
 ADDED = ["-dev", "KVQ0", "-fa", "on"]
@@ -324,22 +325,25 @@ def test_missing_program_and_library(tmp_path: Path) -> None:
 
 
 def test_launcher_imports_nothing_heavy() -> None:
-    code = "import sys; import ggml_kvq.launcher, ggml_kvq.methods, ggml_kvq.gguf_header; print(sorted(sys.modules))"
+    modules = "ggml_kvq.launch.launcher, ggml_kvq.methods, ggml_kvq.gguf_header"
+    code = f"import sys; import {modules}; print(sorted(sys.modules))"
     loaded = run_python(code).stdout
-    assert "ggml_kvq.launcher" in loaded
-    for heavy in ("numpy", "argparse", "ggml_kvq.model", "ggml_kvq.loader"):
+    assert "ggml_kvq.launch.launcher" in loaded
+    for heavy in ("numpy", "argparse", "ggml_kvq.core.model", "ggml_kvq.core.loader"):
         assert f"'{heavy}'" not in loaded
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_installed_programs_start(program: str) -> None:
     """The real program behind each launcher: it loads its libraries and answers --help after our own options."""
-    got = run_python(f"import sys; from ggml_kvq.launcher import run; sys.exit(run('{program}', ['--help']))")
+    got = run_python(f"import sys; from ggml_kvq.launch.launcher import run; sys.exit(run('{program}', ['--help']))")
     assert got.returncode == 0, got.stderr
     assert "--kv-method NAME" in got.stdout and "--flash-attn" in got.stdout
 
 
 def test_installed_rpc_server_starts() -> None:
-    got = run_python("import sys; from ggml_kvq.launcher import run; sys.exit(run('ggml-rpc-server', ['--help']))")
+    got = run_python(
+        "import sys; from ggml_kvq.launch.launcher import run; sys.exit(run('ggml-rpc-server', ['--help']))"
+    )
     assert got.returncode == 0, got.stderr
     assert "--kv-method NAME" in got.stdout and "--kv-model FILE.gguf" in got.stdout and "--port PORT" in got.stderr

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, _paths, llama
+from ggml_kvq import Model, _paths
+from ggml_kvq.core import llama
 
 N_CTX = 1024
 TEXT = (

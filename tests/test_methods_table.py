@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ggml_kvq import loader, native
+from ggml_kvq.core import loader, native
 from ggml_kvq.errors import MethodError
 from ggml_kvq.reference import METHODS, LayerShape
 

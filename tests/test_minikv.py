@@ -11,7 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from ggml_kvq import Model, loader, native
+from ggml_kvq import Model
+from ggml_kvq.core import loader, native
 from ggml_kvq.reference import METHODS, LayerShape
 from ggml_kvq.reference.minikv import pyramid
 

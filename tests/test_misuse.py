@@ -23,9 +23,11 @@ import ggml_kvq
 import numpy as np
 import pytest
 from conftest import LLAMA_FIELDS, ROOT, run_python
-from ggml_kvq import KvqError, Model, _paths, cli, files, hub, hub_args, launcher, native, plotting, processes
+from ggml_kvq import KvqError, Model, _paths, cli, files, hub, plotting, processes
+from ggml_kvq.core import native
 from ggml_kvq.gguf_header import GgufError
 from ggml_kvq.gguf_header import read as read_header
+from ggml_kvq.launch import hub_args, launcher
 
 CLI = "import sys; from ggml_kvq.cli import main; sys.exit(main())"
 
@@ -365,7 +367,7 @@ def test_ctrl_c_while_c_code_calls_back(capfd: pytest.CaptureFixture[str]) -> No
 
 def test_ctrl_c_while_a_model_loads(demo_model: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom ggml_kvq import Model, loader\n"
+        "import os, signal, sys\nfrom ggml_kvq import Model\nfrom ggml_kvq.core import loader\n"
         "write, seen = loader._Log.write, []\n"
         "def slow(self, *args):\n"
         "    if not seen:\n        seen.append(1); os.kill(os.getpid(), signal.SIGINT)\n"

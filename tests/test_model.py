@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, errors, llama, loader, native
-from ggml_kvq.chat import render
-from ggml_kvq.sampling import Sampling
+from ggml_kvq import Model, errors
+from ggml_kvq.core import llama, loader, native
+from ggml_kvq.core.chat import render
+from ggml_kvq.core.sampling import Sampling
 
 DEMO = Path(__file__).resolve().parent.parent / "models" / "kvq-demo-q8_0.gguf"
 TEXT = "The register file holds sixteen words. Each word is read by the decoder before the next cycle begins. " * 12
@@ -101,9 +102,9 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("variable", ["KVQ_LIB_DIR", "KVQ_BACKEND"])
 def test_missing_libraries_fail_on_first_use_not_at_import(variable: str, tmp_path: Path) -> None:
     target = str(tmp_path / "nothing")
-    done = run_python("import ggml_kvq, ggml_kvq.model; print('imported')", **{variable: target})
+    done = run_python("import ggml_kvq, ggml_kvq.core.model; print('imported')", **{variable: target})
     assert (done.returncode, done.stdout, done.stderr) == (0, "imported\n", "")
-    done = run_python("from ggml_kvq.loader import libraries\nlibraries()", **{variable: target})
+    done = run_python("from ggml_kvq.core.loader import libraries\nlibraries()", **{variable: target})
     assert done.returncode == 1
     assert "LibraryError" in done.stderr and target in done.stderr and variable in done.stderr
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from ggml_kvq import cli, errors, files, hub, launcher, named
+from ggml_kvq import cli, errors, files, hub, named
+from ggml_kvq.launch import launcher
 
 CONTENT = b"GGUF" + bytes(range(256)) * 1000
 PARTS = (CONTENT[:100_000], CONTENT[100_000:])

@@ -22,7 +22,8 @@ import ctypes, json, sys
 from ctypes import c_bool, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 import gguf
 import numpy as np
-from ggml_kvq import Model, loader
+from ggml_kvq import Model
+from ggml_kvq.core import loader
 
 path, method, optimizer = sys.argv[1], sys.argv[2], int(sys.argv[3])
 libs = loader.libraries()
@@ -159,7 +160,7 @@ def test_an_adapter_does_what_it_does_without_us(method: str, demo_model: Path, 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_sampler_in_the_graph_does_what_it_does_without_us(method: str, demo_model: Path) -> None:
     """llama.cpp's -bs samples in the graph: random numbers, candidates and the chosen token are tensors that stay."""
-    code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+    code = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.llama_completion())"
     argv = ["-m", str(demo_model), "-p", "The file is read by", "-n", "12", "-c", "256", "-no-cnv", "-t", "1"]
     texts = {}
     for name in ("none", method):

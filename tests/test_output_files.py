@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, run_python
-from ggml_kvq import KvqError, Model, cli, default_means, errors, files, launcher
+from ggml_kvq import KvqError, Model, cli, default_means, errors, files
 from ggml_kvq.evaluate import results, specs
+from ggml_kvq.launch import launcher
 
 CLI = "import sys; from ggml_kvq.cli import main; sys.exit(main())"
 TEXT = str(ROOT / "examples/prompt.txt")

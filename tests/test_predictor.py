@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, gguf_header, kernels, loader, native
+from ggml_kvq import Model, gguf_header
 from ggml_kvq.calibrate import capture, files, predictors, weights
+from ggml_kvq.core import kernels, loader, native
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.reference import LATTICE, Codec, K, V, lattice, predictor
 from test_aqua import MODEL, TEXT, change

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-CODE = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+CODE = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.llama_completion())"
 PROMPT = (Path(__file__).parent / "data" / "walk.txt").read_text()[:600]
 METHODS = {
     "upstream": "",

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 from ggml_kvq import __version__, _paths
-from ggml_kvq.loader import libraries
+from ggml_kvq.core.loader import libraries
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -136,7 +136,7 @@ def test_a_wheel_that_would_not_start_is_refused(
 
 def refused(folder: Path, backend: Path) -> str:
     """What a launcher says that finds llama.cpp in `folder` and libggml-kvq.so at `backend`."""
-    code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+    code = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.llama_completion())"
     argv = [sys.executable, "-c", code, "-m", str(ROOT / "models/kvq-demo-q8_0.gguf"), "--kv-method", "kivi"]
     env = {**os.environ, "KVQ_LIB_DIR": str(folder), "KVQ_BACKEND": str(backend)}
     r = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from conftest import LLAMA_FIELDS
-from ggml_kvq import Model, _paths, gguf_header, launcher, methods, resolver
+from ggml_kvq import Model, _paths, gguf_header, methods, resolver
 from ggml_kvq.calibrate import files, xquant
 from ggml_kvq.errors import KvqError
+from ggml_kvq.launch import launcher
 from ggml_kvq.resolver import Request, Resolved
 
 

@@ -25,7 +25,7 @@ EVEN, ODD = (
     "4,4,5",
     "5,4,4",
 )  # of 13, the output counts as a layer: pairs of layers stay together, and two are cut apart
-LAUNCH = "import sys; from ggml_kvq import launcher; sys.exit(getattr(launcher, sys.argv.pop(1))())"
+LAUNCH = "import sys; from ggml_kvq.launch import launcher; sys.exit(getattr(launcher, sys.argv.pop(1))())"
 # A crash prints no backtrace through a debugger; weights are kept as they are in the file, as an RPC server keeps them.
 ENV = {**os.environ, "GGML_NO_BACKTRACE": "1", "OMP_NUM_THREADS": "1"}
 LOAD_LINE = re.compile(r"^ggml-kvq: (\w+).* (\d+) tokens(?: x \d+ slots)?, device (\w+)", re.MULTILINE)

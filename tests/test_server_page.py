@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ggml_kvq import _paths, launcher
+from ggml_kvq import _paths
 from ggml_kvq.errors import KvqError
+from ggml_kvq.launch import launcher
 
-CALL = "import sys; from ggml_kvq.launcher import run; sys.exit(run('llama-server', sys.argv[1:]))"
+CALL = "import sys; from ggml_kvq.launch.launcher import run; sys.exit(run('llama-server', sys.argv[1:]))"
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 

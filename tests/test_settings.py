@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, run_python
-from ggml_kvq import KvqError, _paths, doctor, launcher
+from ggml_kvq import KvqError, _paths
+from ggml_kvq.launch import doctor, launcher
 
 SOURCES = ROOT / "ggml-kvq"
 ROWS = re.findall(
@@ -20,7 +21,7 @@ ROWS = re.findall(
     re.MULTILINE,
 )
 CLI = "import sys; from ggml_kvq.cli import main; sys.exit(main())"
-COMPLETION = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+COMPLETION = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.llama_completion())"
 OPENED = "import sys; from ggml_kvq import Model; Model(sys.argv[1], 'kivi', n_ctx=256, n_threads=1).close()"
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 from conftest import LLAMA_FIELDS, run_python
-from ggml_kvq import Model, _paths, bench, cli, files, flags, gguf_header, launcher, memory, refusals
+from ggml_kvq import Model, _paths, bench, cli, files, gguf_header, memory
 from ggml_kvq.errors import KvqError
+from ggml_kvq.launch import flags, launcher, refusals
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCH = "import sys; from ggml_kvq.launcher import run; sys.exit(run(sys.argv[1], sys.argv[2:]))"
+LAUNCH = "import sys; from ggml_kvq.launch.launcher import run; sys.exit(run(sys.argv[1], sys.argv[2:]))"
 CLI = "import sys; from ggml_kvq.cli import main; sys.exit(main(sys.argv[1:]))"
 
 

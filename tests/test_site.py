@@ -115,7 +115,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path, pages: dict[Path, Page]) 
 def test_interfaces_are_on_their_pages(site: Path) -> None:
     python = (site / "api/python.html").read_text(encoding="utf-8")
     for name in ("generate", "perplexity", "save_state", "kv_stats"):
-        assert f'id="ggml_kvq.model.Model.{name}"' in python, name
+        assert f'id="ggml_kvq.core.model.Model.{name}"' in python, name
     c = (site / "api/c.html").read_text(encoding="utf-8")
     headers = "".join((ROOT / "ggml-kvq/include" / h).read_text() for h in load("c_api_page").HEADERS)
     names = re.findall(r"^KVQ_API [\w\s*]*?\b(\w+)\(", headers, re.MULTILINE)

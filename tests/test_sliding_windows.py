@@ -13,9 +13,10 @@ import gguf
 import pytest
 import random_models
 from conftest import LLAMA_FIELDS
-from ggml_kvq import Model, gguf_header, info, launcher, memory, plotting
+from ggml_kvq import Model, gguf_header, info, memory, plotting
 from ggml_kvq.errors import BudgetError
 from ggml_kvq.evaluate import specs
+from ggml_kvq.launch import launcher
 
 N_LAYER, WIDTH, HEADS, HEAD = 7, 64, 2, 32
 PATTERNS: dict[str, Any] = {"none": None, "period": 3, "array": [True, False, True, True, True, False, True]}

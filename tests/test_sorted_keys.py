@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, default_means, kernels, loader, native
+from ggml_kvq import Model, default_means
 from ggml_kvq.calibrate import files, halves, ladder, means
 from ggml_kvq.calibrate.order import logit_errors, pair_channels, sorted_keys
+from ggml_kvq.core import kernels, loader, native
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.reference import METHODS, LayerShape, attention, lattice
 from ggml_kvq.reference.auto import SORTED_KEYS, SORTED_VALUES

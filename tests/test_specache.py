@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import kernels, loader, native
 from ggml_kvq import reference as ref
+from ggml_kvq.core import kernels, loader, native
 from ggml_kvq.errors import MethodError
 from ggml_kvq.reference import AFFINE, LATTICE, Codec, K, V, attention, specache
 

@@ -21,11 +21,12 @@ import arch_matrix
 import pytest
 from conftest import LLAMA_FIELDS
 from draft_models import assistant, random_model
-from ggml_kvq import _paths, launcher
+from ggml_kvq import _paths
 from ggml_kvq.errors import KvqError
+from ggml_kvq.launch import launcher
 
 TEXT = (Path(__file__).parent / "data" / "walk.txt").read_text()
-LAUNCH = "import sys; from ggml_kvq import launcher; sys.exit(launcher.run('llama-server', sys.argv[1:]))"
+LAUNCH = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.run('llama-server', sys.argv[1:]))"
 CUDA = bool(list(_paths.lib_dir().glob("libggml-cuda.so*")))
 
 

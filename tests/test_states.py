@@ -21,7 +21,8 @@ from typing import Any
 import gguf
 import pytest
 from conftest import ROOT, is_one_text
-from ggml_kvq import Model, _paths, errors, loader
+from ggml_kvq import Model, _paths, errors
+from ggml_kvq.core import loader
 
 DEMO = ROOT / "models" / "kvq-demo-q8_0.gguf"
 TEXT = "The register file holds sixteen words. Each word is read by the decoder before the next cycle begins. " * 12

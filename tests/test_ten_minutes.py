@@ -113,7 +113,7 @@ def test_xquant_says_why_a_window_is_too_short(length: int | None, works: bool) 
 def test_the_closing_line_stands_behind_the_text(method: str) -> None:
     """With 2>&1 it landed in the middle of the generated text."""
     argv = ["-m", str(DEMO), "--kv-method", method, "-f", str(ROOT / "examples/prompt.txt"), "-n", "32", "--temp", "0"]
-    code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+    code = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.llama_completion())"
     call = [sys.executable, "-c", code, *argv, "-c", "1024", "-no-cnv", "-t", "1"]
     text = subprocess.run(call, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=120, check=True).stdout
     both = subprocess.run(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, check=True).stdout
@@ -265,7 +265,7 @@ def test_progress_of_a_short_wait_comes_every_five_seconds(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_first_use_that_is_stopped_says_so(number: signal.Signals, tmp_path: Path) -> None:
     code = (
-        "import os, sys\nfrom ggml_kvq import launcher\nfrom ggml_kvq.calibrate import halves\n"
+        "import os, sys\nfrom ggml_kvq.launch import launcher\nfrom ggml_kvq.calibrate import halves\n"
         f"halves._open = lambda *a: os.kill(os.getpid(), {int(number)}) or __import__('time').sleep(5)\n"
         "sys.exit(launcher.llama_completion())"
     )

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 from conftest import LLAMA_FIELDS, ROOT
-from ggml_kvq import Model, cli, default_means, gguf_header, info, launcher, loader, named, native
+from ggml_kvq import Model, cli, default_means, gguf_header, info, named
 from ggml_kvq.calibrate import files, means
+from ggml_kvq.core import loader, native
 from ggml_kvq.errors import ArgumentTypeError, BudgetError, DownloadError, KvqError, MethodError, StateError
 from ggml_kvq.evaluate import specs
+from ggml_kvq.launch import launcher
 from test_sliding_windows import gemma3
 
 DEMO = ROOT / "models/kvq-demo-q8_0.gguf"
@@ -365,7 +367,7 @@ def test_two_caches_of_a_model_are_told_apart_to_the_end(demo_model: Path, tmp_p
     """Closing lines came in the other order than load lines; and "1 layers"."""
     model = gemma3(demo_model, tmp_path / "m.gguf", None)
     argv = ["-m", str(model), "--kv-method", "kivi", "-p", "a", "-n", "1", "-c", "512", "-no-cnv", "-t", "1"]
-    code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+    code = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.llama_completion())"
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, check=True)
     lines = [line for line in done.stderr.splitlines() if line.startswith("ggml-kvq: kivi")]
     for part in ("1 of 7 layers", "6 of 7 layers"):
@@ -384,7 +386,7 @@ def test_a_sidecar_of_another_model_beside_it_can_be_left_aside(demo_model: Path
     with pytest.raises(MethodError, match="or leave it aside with kv_config='none'$"):
         Model(model, "aqua", n_ctx=256)
     argv = ["-m", str(model), "-p", "a", "-n", "1", "-c", "256", "-no-cnv", "-t", "1"]
-    code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+    code = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.llama_completion())"
     call = [sys.executable, "-c", code, *argv, "--kv-method", "aqua"]
     said = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False).stderr
     assert "or leave it aside with --kv-config none" in said
@@ -408,7 +410,7 @@ def test_a_server_whose_port_is_taken_leaves_no_page(demo_model: Path, tmp_path:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         argv = ["-m", str(demo_model), "--port", str(taken.getsockname()[1]), "--kv-method", "kivi", "-c", "512"]
-        code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_server())"
+        code = "import sys; from ggml_kvq.launch import launcher; sys.exit(launcher.llama_server())"
         env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
         done = subprocess.run(
             [sys.executable, "-c", code, *argv], env=env, capture_output=True, timeout=120, check=False

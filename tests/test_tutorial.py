@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from ggml_kvq import Model, launcher, named, report
+from ggml_kvq import Model, named, report
 from ggml_kvq.errors import KvqError
 from ggml_kvq.evaluate import results
+from ggml_kvq.launch import launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = [
@@ -57,7 +58,7 @@ def run(folder: Path, words: list[str]) -> str:
     """One command of the tutorial; tuning with fewer measurements, evaluation with fewer windows."""
     words = [w.replace("MODEL_STEM", "model").replace("MODEL", "model.gguf") for w in words]
     program, argv = words[0], words[1:]
-    code = f"from ggml_kvq.launcher import run; import sys; sys.exit(run({program!r}, sys.argv[1:]))"
+    code = f"from ggml_kvq.launch.launcher import run; import sys; sys.exit(run({program!r}, sys.argv[1:]))"
     if program == "ggml-kvq":
         code = "from ggml_kvq.cli import main; sys.exit(main(sys.argv[1:]))"
         if argv[0] == "tune":

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 from conftest import LLAMA_FIELDS, run_python
-from ggml_kvq import Model, _paths, cli, errors, hub, hub_args, launcher, methods, progress, sidecars
+from ggml_kvq import Model, _paths, cli, errors, hub, methods, progress, sidecars
 from ggml_kvq.commands import completion
 from ggml_kvq.errors import ArgumentTypeError, TextError
+from ggml_kvq.launch import hub_args, launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = "import sys; from ggml_kvq.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -146,7 +147,7 @@ def test_advice_about_data_fits_the_caller(demo_model: Path, tmp_path: Path) -> 
     )
     assert "aqua@FILE.gguf" in done.stdout and "aqua:predictor=none" in done.stdout and "--kv-config" not in done.stdout
     assert done.returncode == 1  # everything that was asked for was refused
-    call = "import sys; from ggml_kvq.launcher import run; sys.exit(run('llama-completion', sys.argv[1:]))"
+    call = "import sys; from ggml_kvq.launch.launcher import run; sys.exit(run('llama-completion', sys.argv[1:]))"
     argv = ["-m", str(demo_model), "-c", "256", "-n", "1", "-p", "x", "-no-cnv"]
     assert "--kv-config" in run_python(call, *argv, "--kv-method", "aqua", stdin=subprocess.DEVNULL).stderr
     env = {**os.environ, "GGML_BACKEND_PATH": str(_paths.backend()), "KVQ_METHOD": "aqua"}

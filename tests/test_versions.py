@@ -14,7 +14,8 @@ from types import ModuleType
 
 import pytest
 from conftest import ROOT
-from ggml_kvq import _paths, errors, llama, loader
+from ggml_kvq import _paths, errors
+from ggml_kvq.core import llama, loader
 from object_cache import launcher
 
 

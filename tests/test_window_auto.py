@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ggml_kvq import Model, errors, loader, native
+from ggml_kvq import Model, errors
+from ggml_kvq.core import loader, native
 from ggml_kvq.reference import METHODS
 from test_llama_features import Context
 

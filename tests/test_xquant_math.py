@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import kernels, loader, native
 from ggml_kvq import reference as ref
+from ggml_kvq.core import kernels, loader, native
 from ggml_kvq.reference import AFFINE, Codec, K, LayerShape, V, xquant
 
 SHAPE = (8, 128, 128)  # KV heads, key and value channels

@@ -11,8 +11,8 @@ from typing import Any
 import attention_cases as ac
 import numpy as np
 import pytest
-from ggml_kvq import kernels, loader, native
 from ggml_kvq import reference as ref
+from ggml_kvq.core import kernels, loader, native
 from ggml_kvq.reference import AFFINE, MIXED, Codec, K, V, affine, attention, mixed, saliency
 
 

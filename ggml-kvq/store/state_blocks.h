@@ -1,6 +1,6 @@
 // The bytes of a cache tensor in a saved state with state=compact: blocks are saved as they are. llama.cpp fixes the
 // number of bytes of a tensor. So the blocks come first, and zeros fill the rest. ggml_kvq's own state files leave the
-// zeros out (python/ggml_kvq/states.py).
+// zeros out (python/ggml_kvq/core/states.py).
 //
 //   head, KVQ_BLOB_HEAD bytes:
 //     u64 magic   u64 bytes   u32 CRC-32 of all bytes after the head

@@ -12,6 +12,8 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .attaching import attach
+    from .core.model import Model
+    from .core.sampling import Sampling
     from .errors import (
         ArgumentTypeError,
         BudgetError,
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
         TextError,
     )
     from .gguf_header import GgufError
-    from .model import Model
-    from .sampling import Sampling
 
 _ERRORS = (
     "ArgumentTypeError",
@@ -49,8 +49,8 @@ _ERRORS = (
 _HOME = {
     "GgufError": "gguf_header",
     "attach": "attaching",
-    "Model": "model",
-    "Sampling": "sampling",
+    "Model": "core.model",
+    "Sampling": "core.sampling",
     **dict.fromkeys(_ERRORS, "errors"),
 }
 

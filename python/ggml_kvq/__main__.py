@@ -28,7 +28,7 @@ def cpu_features() -> str:
 
 
 def main() -> int:
-    from . import loader
+    from .core import loader
 
     lines = [
         f"ggml-kvq     {__version__}",

@@ -135,5 +135,5 @@ def page_dir() -> Path | None:
                 return None
     except (LibraryError, OSError, ValueError):
         return None  # another build of llama.cpp: as it is
-    folder = Path(__file__).resolve().parent / "page"
+    folder = Path(__file__).resolve().parent / "launch" / "page"
     return folder if (folder / "index.html").is_file() else None

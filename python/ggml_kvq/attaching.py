@@ -21,7 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import _paths, loader, native
+from . import _paths
+from .core import loader, native
 from .errors import LibraryError
 
 _lock = threading.Lock()

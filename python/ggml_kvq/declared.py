@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from . import gguf_header, llama, memory, methods, native, resolver
+from . import gguf_header, memory, methods, resolver
+from .core import llama, native
 from .errors import MethodError
 
 F16 = ("f16", "f16")

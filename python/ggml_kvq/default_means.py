@@ -22,7 +22,8 @@ from ctypes import byref, c_char_p
 from pathlib import Path
 from typing import Any
 
-from . import gguf_header, methods, native
+from . import gguf_header, methods
+from .core import native
 from .errors import KvqError
 from .progress import Line
 
@@ -187,7 +188,7 @@ def _measure(model: str | os.PathLike[str], there: Path, n_threads: int | None, 
 
 def _refuse_gpu() -> None:
     """KvqError where the cache would lie on a GPU: predictions are made on the CPU alone so far."""
-    from .loader import libraries
+    from .core.loader import libraries
 
     libs = libraries()
     where = next((libs.describe(name, handle) for name, _, handle in libs.devices() if name == "KVQ0"), "")

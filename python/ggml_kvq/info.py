@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import budget, gguf_header, kvstats, llama, memory, methods, native, resolver
+from . import budget, gguf_header, memory, methods, resolver
+from .core import kvstats, llama, native
 from .errors import MethodError
 
 

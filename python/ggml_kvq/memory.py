@@ -121,7 +121,8 @@ class Plan(Protocol):
 
 def planner(method: str, opts: str, n_layer: int) -> Plan:
     """Bytes as libggml-kvq will allocate them. MethodError when the method refuses the layers."""
-    from . import kvstats, methods, native
+    from . import methods
+    from .core import kvstats, native
 
     on_host = kvstats.option(opts, "place") in ("", "host")  # far rows take the same memory; those of a file do not
 

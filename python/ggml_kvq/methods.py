@@ -9,7 +9,8 @@ import ctypes
 from functools import lru_cache
 from typing import Any
 
-from . import _paths, native
+from . import _paths
+from .core import native
 from .errors import LibraryError, MethodError
 
 

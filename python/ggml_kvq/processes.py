@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .errors import ModelError
 
 if TYPE_CHECKING:
-    from .model import Model
+    from .core.model import Model
 
 T = TypeVar("T")
 

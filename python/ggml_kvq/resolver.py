@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from ctypes import CDLL, byref
 from dataclasses import dataclass, fields
 
-from . import gguf_header, native
+from . import gguf_header
+from .core import native
 from .errors import MethodError
 
 BY_FLAGS, BY_ARGUMENTS = 1, 2  # enum kvq_asker: whose words messages use

@@ -1,5 +1,5 @@
 // Part of test_cuda.cpp: time of one layer's attention, launched one after another and (cold) as a model finds it, with
-// other bytes and instructions in the caches; floor = bytes / copy bandwidth. rows: to make f16 rows of it, for prompts.
+// other bytes and instructions in the caches; floor = bytes / copy bandwidth; rows: to make f16 rows of it (prompts).
 #pragma once
 
 #include "cuda_timing.h"

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import gguf_header, kvstats, native
+from .. import gguf_header
+from ..core import kvstats, native
+from ..core.model import Model
 from ..errors import KvqError
-from ..model import Model
 
 MAX_LENGTH = 4096  # tokens of a sequence: the largest window
 

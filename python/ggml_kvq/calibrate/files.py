@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import gguf_header, native
+from .. import gguf_header
+from ..core import native
+from ..core.loader import libraries
 from ..errors import KvqError
 from ..files import whole as whole_file
-from ..loader import libraries
 from ..progress import Line
 from .means import Means
 from .predictors import Bits, Fit

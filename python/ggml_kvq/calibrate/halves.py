@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ..core.model import Model
 from ..errors import KvqError
 from ..evaluate import metrics
-from ..model import Model
 from . import capture, files, ladder
 from .means import Means
 

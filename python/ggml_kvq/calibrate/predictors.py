@@ -23,7 +23,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .. import cpus, files, kernels, loader
+from .. import cpus, files
+from ..core import kernels, loader
 from ..errors import KvqError
 from ..progress import Line
 from ..reference import LATTICE, Codec, K, V

@@ -19,9 +19,9 @@ import numpy as np
 
 from .. import files as whole_files
 from .. import progress
+from ..core.model import Model
 from ..errors import KvqError
 from ..evaluate import perplexity
-from ..model import Model
 from . import capture, files, halves, ladder, means
 from .ladder import Riser
 
@@ -208,7 +208,8 @@ def _frontier(bench: _Bench, order: str, pairs: str) -> Iterator[tuple[float, in
     """(true bits, level, divergence) of mixtures along the order, at about the bits SHOWN."""
     shapes = capture.layers(bench.path)
     n_layer = len(shapes)
-    from .. import methods, native
+    from .. import methods
+    from ..core import native
 
     lib = methods.library()
     bits = [

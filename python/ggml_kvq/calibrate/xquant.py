@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..core.kvstats import UPSTREAM
+from ..core.model import Model
 from ..errors import KvqError
 from ..evaluate import perplexity
-from ..kvstats import UPSTREAM
-from ..model import Model
 from . import capture
 
 PRESETS = {"1.38": (30, 2, 32, 16), "1.41": (28, 0, 32, 28), "1.16": (26, 0, 32, 0)}  # of 32 layers, methods/xquant.cpp

@@ -45,7 +45,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 def script() -> str:
     """A bash script; zsh reads it through bashcompinit."""
     from .. import methods
-    from ..flags import OURS, OURS_RPC_SERVER
+    from ..launch.flags import OURS, OURS_RPC_SERVER
 
     table = methods.table()
     names = " ".join(row["name"] for row in table)
@@ -108,7 +108,7 @@ done"""
 def fish_script() -> str:
     """A fish script: one `complete` a subcommand, a flag and a list of values."""
     from .. import methods
-    from ..flags import OURS, OURS_RPC_SERVER
+    from ..launch.flags import OURS, OURS_RPC_SERVER
 
     table = methods.table()
     names = " ".join(row["name"] for row in table)

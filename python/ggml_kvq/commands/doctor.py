@@ -23,7 +23,7 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when nothing is broken; warnings do not count."""
-    from .. import doctor
+    from ..launch import doctor
 
     worst = 0
     for check in doctor.of_program(args.program, args.model) if args.program else doctor.checks(args.model):

@@ -46,8 +46,9 @@ def run(args: argparse.Namespace) -> int:
     """Entry point. All words are checked before anything is planned."""
     from pathlib import Path
 
-    from .. import budget, fits, hub
+    from .. import budget, hub
     from ..evaluate.specs import parse_built
+    from ..launch import fits
 
     usual = fits.MEMORIES_OF_LARGE if args.large else fits.MEMORIES
     memories = [fits.memory_of(text) for text in args.memory or usual]

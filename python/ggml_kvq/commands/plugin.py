@@ -34,8 +34,9 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 done; a folder that holds no such llama.cpp is refused, and a model that cannot be measured."""
-    from .. import methods, plugin
+    from .. import methods
     from ..errors import KvqError
+    from ..launch import plugin
 
     if args.model:
         print(f"# measured: {plugin.measure(args.model, args.threads, args.predictors)}")

@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import KvqError
 
 if TYPE_CHECKING:
-    from ..model import Model
+    from ..core.model import Model
 
 FORMATS = ("longbench", "ruler")
 TEMPLATE = "{context}\n\nQuestion: {input}\nAnswer:"

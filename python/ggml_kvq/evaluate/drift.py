@@ -19,7 +19,7 @@ from . import metrics
 from .perplexity import Tokens
 
 if TYPE_CHECKING:
-    from ..model import Model
+    from ..core.model import Model
 
 Progress = Callable[[int], object]
 N_PARTS = 8

@@ -23,7 +23,7 @@ from ..errors import KvqError
 from . import metrics
 
 if TYPE_CHECKING:
-    from ..model import Model
+    from ..core.model import Model
 
 Tokens = npt.NDArray[np.int32]
 Progress = Callable[[int], object]

@@ -18,7 +18,7 @@ from ..errors import KvqError
 from . import metrics, tasks
 
 if TYPE_CHECKING:
-    from ..model import Model
+    from ..core.model import Model
 
 N_DEPTHS = 4
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import budget, default_means, files, gguf_header, hub, kvstats, memory, methods, progress, resolver
+from .. import budget, default_means, files, gguf_header, hub, memory, methods, progress, resolver
+from ..core import kvstats
 from ..errors import KvqError, LabError, LibraryError
 from ..lab.method import sources as lab_sources
 from . import documents, drift, perplexity, results, retrieval, specs, tasks

@@ -16,9 +16,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from ..core.kvstats import UPSTREAM, type_bits
+from ..core.model import Model
 from ..errors import KvqError
-from ..kvstats import UPSTREAM, type_bits
-from ..model import Model
 
 #: Types that the gguf package quantises.
 TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")

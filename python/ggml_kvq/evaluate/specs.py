@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import default_means, gguf_header, llama, methods, resolver
+from .. import default_means, gguf_header, methods, resolver
+from ..core import llama
+from ..core.kvstats import UPSTREAM
+from ..core.model import Model
 from ..errors import KvqError, MethodError
-from ..kvstats import UPSTREAM
 from ..lab import method as laboratory
-from ..model import Model
 from . import simulate
 
 SIMULATED = " (simulated)"  # of a laboratory's label, in every table

@@ -13,9 +13,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from ..core.model import Model
 from ..default_means import TEXT
 from ..errors import KvqError, LabError
-from ..model import Model
 from .method import Method
 from .page import Decoded, LayerSample, Page, Rows, Sample
 

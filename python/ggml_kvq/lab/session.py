@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import native
+from ..core import native
 from ..errors import LabError, MethodError
 from .method import Method, check, load
 from .page import Before, Cells, Decoded, Page, bits_of, check_bits, check_levels, pairs_of, rows_of

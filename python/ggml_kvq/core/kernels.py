@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from . import native, processes
-from .reference import Codec
-from .reference.specache import FAR_FORMATS, FETCHES, far_row_bytes
+from .. import processes
+from ..reference import Codec
+from ..reference.specache import FAR_FORMATS, FETCHES, far_row_bytes
+from . import native
 
 F32 = 1  # KVQ_ATTN_F32
 

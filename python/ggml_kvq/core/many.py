@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from . import arguments, llama, processes
-from .errors import ArgumentTypeError, ContextOverflowError, DecodeError, KvqError
+from .. import processes
+from ..errors import ArgumentTypeError, ContextOverflowError, DecodeError, KvqError
+from . import arguments, llama
 from .loader import LogLines, last_problem, log
 from .sampling import Chain, Sampling
 from .writer import Writer

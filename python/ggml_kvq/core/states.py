@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import arguments, files, kvstats, native, processes, state_files
-from .errors import KvqError, StateError
+from .. import files, processes
+from ..errors import KvqError, StateError
+from . import arguments, kvstats, native, state_files
 from .loader import LogLines, last_problem, log
 
 if TYPE_CHECKING:

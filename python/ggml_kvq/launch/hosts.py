@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import _paths, plugin
-from .errors import KvqError, LibraryError
+from .. import _paths
+from ..errors import KvqError, LibraryError
+from . import plugin
 
 METHOD = "kivi"
 SECONDS = 180
@@ -183,7 +184,7 @@ def _of_program(program: Path, model: Path | None) -> Iterator[Finding]:
 
 
 def _of_python(python: Path, model: Path | None) -> Iterator[Finding]:
-    package = str(Path(__file__).resolve().parents[1])
+    package = str(Path(__file__).resolve().parents[2])
     argv = [str(python), "-c", _LLAMA_CPP, package, METHOD, *([str(model)] if model else [])]
     code, text = _run(argv, KVQ_BACKEND=str(_paths.backend()), KVQ_LIB_DIR=str(_paths.lib_dir()), GGML_BACKEND_PATH="")
     said = re.search(r"llama-cpp-python \S+", text)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import budget, gguf_header, llama, memory, methods, resolver
+from .. import budget, gguf_header, memory, methods, resolver
+from ..core import llama
 
 if TYPE_CHECKING:
-    from .evaluate.specs import CacheSpec
+    from ..evaluate.specs import CacheSpec
 
 GIB = 1 << 30
 RESERVE = GIB  # for what is neither weights nor cache nor mask: see RESERVE_WORDS
@@ -142,7 +143,7 @@ def table(
     n_ubatch: int = 512,
 ) -> str:
     """Contexts by model and memory, a column a cache. MethodError."""
-    from .evaluate import results
+    from ..evaluate import results
 
     rows = []
     for known in models:

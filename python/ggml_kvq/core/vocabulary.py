@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import ModelError
 from . import arguments, chat
-from .errors import ModelError
 from .loader import Libraries
 
 

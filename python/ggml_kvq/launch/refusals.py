@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import _paths, budget, gguf_header, llama, memory
-from .errors import KvqError
+from .. import _paths, budget, gguf_header, memory
+from ..core import llama
+from ..errors import KvqError
 from .flags import FALSE, TRUE, LaunchError, User
 
 DEVICE = "KVQ0"
@@ -215,7 +216,7 @@ def fit(
 
 def missing(model: str) -> str:
     """Why `model` cannot be opened, one line with the cure."""
-    from . import named
+    from .. import named
 
     if (name := named.near(model)) and not os.path.exists(model):
         return f"-m {model} is no file: write -m {name} for the model of that name, or the path of a GGUF model"

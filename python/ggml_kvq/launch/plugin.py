@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from . import _paths, default_means, hub
-from .errors import KvqError, LibraryError
-from .progress import Line
+from .. import _paths, default_means, hub
+from ..errors import KvqError, LibraryError
+from ..progress import Line
 
 NAME = "libggml-musa-kvq.so"
 NEEDS = "start the program with -dev KVQ0 -fa on: without them its cache stays f16, and nothing says so"

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import budget, choices, cpus, default_means, gguf_header, llama, memory, native, progress, resolver
-from .errors import ArgumentTypeError, BudgetError, DecodeError, KvqError, MethodError, ModelError, TextError
+from .. import budget, cpus, default_means, gguf_header, memory, progress, resolver
+from ..errors import ArgumentTypeError, BudgetError, DecodeError, KvqError, MethodError, ModelError, TextError
+from . import choices, llama, native
 from .kvstats import UPSTREAM
 from .loader import Libraries
 from .sampling import Sampling

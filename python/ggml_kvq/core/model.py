@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from . import arguments, budget, choices, hub, kvstats, llama, native, processes, states
-from .errors import (
+from .. import budget, hub, processes
+from ..errors import (
     ArgumentTypeError,
     BusyError,
     ContextOverflowError,
@@ -29,9 +29,10 @@ from .errors import (
     ModelError,
     StateError,
 )
+from ..lab import method as laboratory
+from ..lab import session
+from . import arguments, choices, kvstats, llama, native, states
 from .kvstats import UPSTREAM
-from .lab import method as laboratory
-from .lab import session
 from .loader import LogLines, last_problem, libraries, log
 from .many import Many
 from .sampling import Chain, Sampling
@@ -429,7 +430,7 @@ class Model(Many, Vocabulary):
         The protocol of llama-perplexity (tools/perplexity); stride > 0: windows every `stride` tokens, last `stride`
         tokens scored. text: a string or token ids, at least 2*n_ctx tokens. n_ubatch: tokens decoded at once.
         """
-        from .evaluate.perplexity import Protocol, perplexity
+        from ..evaluate.perplexity import Protocol, perplexity
 
         n_ctx = self.n_ctx if n_ctx is None else arguments.count("n_ctx", n_ctx, 0) or self.n_ctx
         n_ubatch = self.n_ubatch if n_ubatch is None else arguments.at_least("n_ubatch", n_ubatch, 1)

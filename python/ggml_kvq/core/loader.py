@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import _paths, llama, native
-from ._paths import BACKEND_FILE
-from .errors import LibraryError
+from .. import _paths
+from .._paths import BACKEND_FILE
+from ..errors import LibraryError
+from . import llama, native
 
 _STEMS = {"base": "ggml-base", "cpu": "ggml-cpu", "ggml": "ggml", "llama": "llama"}
 _UNKNOWN = ctypes.c_size_t(-1).value

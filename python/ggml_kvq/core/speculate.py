@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import KvqError, MethodError
+from ..errors import KvqError, MethodError
 from .sampling import Chain
 from .step import Step
 

@@ -17,23 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import (
-    _paths,
-    budget,
-    declared,
-    default_means,
-    files,
-    gguf_header,
-    hub_args,
-    llama,
-    memory,
-    progress,
-    refusals,
-    resolver,
-    router,
-    served_page,
-)
-from .errors import BudgetError, KvqError, MethodError
+from .. import _paths, budget, declared, default_means, files, gguf_header, memory, progress, resolver
+from ..core import llama
+from ..errors import BudgetError, KvqError, MethodError
+from . import hub_args, refusals, router, served_page
 from .flags import OURS, OURS_RPC_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
 
@@ -134,7 +121,8 @@ def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -
     """Arguments that put a draft model's cache where it belongs; environment of its method into out.env.
     LaunchError on a bad method.
     """
-    from . import methods, native
+    from .. import methods
+    from ..core import native
 
     by_env, env_opts = environ.get("KVQ_METHOD_DRAFT") or None, environ.get("KVQ_OPTS_DRAFT") or ""
     method = flags.draft_method or by_env
@@ -261,7 +249,7 @@ def _one_number(program: str, user: User, flags: Flags, model: str, opts: str) -
 
 def _resolved(flags: Flags, environ: Mapping[str, str], header: gguf_header.Header | None) -> resolver.Resolved:
     """Method, options and calibrated data of our flags, the variables and the model. LaunchError."""
-    from . import methods
+    from .. import methods
 
     number = f"--kv-bits {flags.bits}" if flags.bits else f"--kv-budget {flags.budget}" if flags.budget else ""
     asked = resolver.Request(

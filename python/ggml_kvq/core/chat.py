@@ -6,8 +6,8 @@ import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..errors import ModelError
 from . import arguments, llama
-from .errors import ModelError
 
 
 def render(

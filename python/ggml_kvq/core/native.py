@@ -24,7 +24,7 @@ from ctypes import (
 )
 from typing import Any
 
-from .errors import MethodError
+from ..errors import MethodError
 
 #: KVQ_ABI_VERSION of the header these declarations mirror.
 ABI_VERSION = 1

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import KvqError
 from . import llama
-from .errors import KvqError
 
 
 @dataclass(frozen=True)

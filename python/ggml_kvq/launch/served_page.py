@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import _paths
+from .. import _paths
 from .flags import User
 
 STATS = "kv-stats.json"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..errors import MethodError, ModelError
 from . import llama
-from .errors import MethodError, ModelError
 from .kvstats import UPSTREAM
 from .loader import Libraries
 

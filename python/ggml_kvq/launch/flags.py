@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .errors import KvqError
+from ..errors import KvqError
 
 OURS = {
     "--kv-method": "NAME",
@@ -224,7 +224,7 @@ _SIZED_BENCH = {
 
 def spell_sizes(args: Sequence[str], bench: bool) -> list[str]:
     """The arguments with sizes like 32k written out where llama.cpp takes a number of tokens: it would read 32."""
-    from .memory import tokens
+    from ..memory import tokens
 
     def spell(part: str) -> str:
         return str(tokens(part)) if re.fullmatch(r"\d+(\.\d+)?[kKmM]", part) else part

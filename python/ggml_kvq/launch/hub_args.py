@@ -45,7 +45,7 @@ def _remote(paths: str) -> bool:
     """Is one of the models of a list downloaded? Paths of files do not load the hub's module."""
     if "hf:" not in paths and all(path.endswith(".gguf") for path in paths.split(",") if path):
         return False
-    from . import hub
+    from .. import hub
 
     return any(hub.is_remote(path) for path in paths.split(","))
 
@@ -54,7 +54,7 @@ def _draft(
     user: User, args: Sequence[str], environ: Mapping[str, str], repo: str, path: str, token: str | None
 ) -> tuple[list[str], dict[str, str | None]]:
     """-hfd owner/repo:Q8_0 and -md hf:owner/repo/file.gguf, as _main() for the model."""
-    from . import hub
+    from .. import hub
 
     if not repo and not hub.is_remote(path):
         return list(args), {}
@@ -74,7 +74,7 @@ def _draft(
 def _main(
     program: str, user: User, environ: Mapping[str, str], repo: str, paths: str, token: str | None
 ) -> tuple[list[str], dict[str, str | None]]:
-    from . import hub
+    from .. import hub
 
     out = list(user.args)
     if not repo and not _remote(paths):

@@ -7,8 +7,9 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from . import llama, processes
-from .errors import ContextOverflowError, DecodeError
+from .. import processes
+from ..errors import ContextOverflowError, DecodeError
+from . import llama
 from .loader import LogLines, last_problem, log
 from .sampling import Chain
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import __version__, _paths, default_means, files, memory
-from .errors import KvqError, LibraryError
+from .. import __version__, _paths, default_means, files, memory
+from ..errors import KvqError, LibraryError
 
 GOOD, NOTE, BAD = 0, 1, 2
 PROGRAMS = ("llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity")
@@ -64,7 +64,7 @@ class Check:
 
 
 def _library() -> Iterator[Check]:
-    from . import loader, native
+    from ..core import loader, native
 
     try:
         libs = loader.libraries()
@@ -123,7 +123,9 @@ def _programs() -> Iterator[Check]:
 
 def _values(given: dict[str, str]) -> Iterator[Check]:
     """Variables whose value is none; what the library would say when a cache is made."""
-    from . import launcher, loader, methods
+    from .. import methods
+    from ..core import loader
+    from . import launcher
 
     for name in NUMBERS:
         value = os.environ.get(name, "0")
@@ -162,7 +164,7 @@ def _environment() -> Iterator[Check]:
     if other and not Path(other).is_file():
         yield Check(BAD, "GGML_BACKEND_PATH", f"{other} is not a file", "point it at libggml-kvq.so or unset it")
     if "KVQ_METHOD" in given or "KVQ_CONFIG" in given:
-        from . import methods, resolver
+        from .. import methods, resolver
 
         try:  # as a launcher that is given a model and no flags
             resolver.resolve(methods.library, resolver.Request(resolver.BY_FLAGS, env=given), None)
@@ -208,8 +210,8 @@ def _machine() -> Iterator[Check]:
 
 
 def _model(path: str) -> Iterator[Check]:
-    from . import gguf_header, hub
-    from .model import Model
+    from .. import gguf_header, hub
+    from ..core.model import Model
 
     try:
         file = hub.resolve(path)

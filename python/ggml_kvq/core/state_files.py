@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .errors import StateError
+from ..errors import StateError
 
 MAGIC, VERSION, COMPACT, PACKED = b"kvqs", 1, 1, 2
 _HEAD = struct.Struct("<4sIIIIQ")
