@@ -67,12 +67,12 @@ function(kvq_accepts result compiler flags)
     endif()
 endfunction()
 
-# kvq_amx_enabled(<variable> <compiler> <flags>): whether these flags let the compiler use AMX by itself.
-function(kvq_amx_enabled result compiler flags)
+# kvq_defines(<variable> <compiler> <flags> <pattern>): whether the compiler defines such a macro with these flags.
+function(kvq_defines result compiler flags pattern)
     separate_arguments(flags UNIX_COMMAND "${flags}")
     execute_process(COMMAND ${compiler} ${flags} -x c++ -E -dM /dev/null
         OUTPUT_VARIABLE macros RESULT_VARIABLE failed ERROR_QUIET)
-    if(NOT failed AND macros MATCHES "__AMX_(TILE|INT8|BF16)__")
+    if(NOT failed AND macros MATCHES "${pattern}")
         set(${result} ON PARENT_SCOPE)
     else()
         set(${result} OFF PARENT_SCOPE)

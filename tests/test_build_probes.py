@@ -121,6 +121,7 @@ case "$me $*" in
     ignorant*-mamx*|ignorant*-mno-amx*|old*-mavxvnni*|no-sme*+sme*|old*+i8mm*) exit 1;;
     *-S*) case $me in wrong*) echo ldtilecfg;; *) cat probe.cpp; echo ldtilecfg;; esac > probe.s;;
     *sapphire*-dM*|*on-amx*native*) echo "#define __AMX_TILE__ 1";;
+    *on-fp16*native*-dM*|*-mavx512fp16*-dM*) echo "#define __AVX512FP16__ 1";;
 esac
 """
 
@@ -148,6 +149,7 @@ def decide(tmp_path: Path, compiler: str, processor: str = "x86_64", **settings:
 
 
 FLAGS = {"KVQ_CPU_FLAGS": " ".join(NO_AMX)}
+NO_FP16 = {"KVQ_CPU_FLAGS": "-mno-avx512fp16"}
 OFF = {"GGML_NATIVE": "OFF"}
 TRAVELS = {**OFF, "GGML_BACKEND_DL": "ON", "GGML_CPU_ALL_VARIANTS": "ON"}
 SAPPHIRE = {"CMAKE_CXX_FLAGS": "-march=sapphirerapids"}
@@ -172,6 +174,9 @@ SAPPHIRE = {"CMAKE_CXX_FLAGS": "-march=sapphirerapids"}
         ("wrong", {"KVQ_AMX": "maybe"}, {}, "KVQ_AMX=maybe: give AUTO, ON or OFF"),
         ("wrong", {**TRAVELS, "GGML_CUDA": "ON"}, OFF, "must not be a module; drop one of them"),
         ("old", OFF, TRAVELS, "old (GNU 1.2) does not know -mavxvnni"),
+        ("right-on-fp16", {}, NO_FP16, "compiled for this CPU alone (GGML_NATIVE), without AVX512-FP16"),
+        ("right-on-fp16", {"CMAKE_CXX_FLAGS": "-mavx512fp16"}, {}, "compiled for this CPU alone (GGML_NATIVE) --"),
+        ("right-on-fp16", OFF, TRAVELS, "compiled for every CPU of this family"),
     ],
 )
 def test_what_is_decided(tmp_path: Path, compiler: str, user: dict[str, str], given: dict[str, str], said: str) -> None:
