@@ -26,12 +26,14 @@ struct kvq_affine_geometry {
 // half has. That of a half (kvq_cuda_device::half_geometry) has half the channels, and where its bytes begin in those
 // of the whole: of codes in `offset`, of parameters in `np`. split: kvq_split, of a fast half with this bit:
 constexpr int KVQ_SPLIT_FAST = 4;
-// Channel i of a half in the head, or of a codec that is not one: kvq_lattice_channel.
+// Channel i of a half, of n channels, in the head.
+static __device__ __forceinline__ int channel_of_half(int split, bool fast, int n, int i) {
+    const int quarter = n / 2;
+    return (split & 3) == KVQ_SPLIT_NORM ? (fast ? 0 : n) + i : i / quarter * n + (fast ? 0 : quarter) + i % quarter;
+}
+// The same of a half's geometry, or of a codec that is not one: kvq_lattice_channel.
 static __device__ __forceinline__ int channel_in_head(const kvq_affine_geometry & g, int i) {
-    if (!g.split) { return i; }
-    const int half = g.head_size, quarter = half / 2, fast = g.split & KVQ_SPLIT_FAST;
-    return (g.split & 3) == KVQ_SPLIT_NORM ? (fast ? 0 : half) + i
-                                           : i / quarter * half + (fast ? 0 : quarter) + i % quarter;
+    return g.split ? channel_of_half(g.split, g.split & KVQ_SPLIT_FAST, g.head_size, i) : i;
 }
 
 // Where a lane's plain f16 rows [head][head_size] go: row of every cell before n_kv or, by_slot, row of every slot,

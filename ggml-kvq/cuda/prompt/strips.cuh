@@ -5,12 +5,6 @@
 #include "cuda/rows.cuh"
 #include "cuda/seal/seal.cuh"
 
-// Where channel c of a row of halves, fast then slow, lies in the head, if no order says otherwise.
-static __device__ __forceinline__ int channel_of_halves(int split, int D, int c) {
-    const int half = D / 2, quarter = D / 4, i = c % half;
-    return split == KVQ_SPLIT_NORM ? c : i / quarter * half + (c < half ? 0 : quarter) + i % quarter;
-}
-
 // A lane has a strip of E neighbouring channels of a row: 8, of 512 channels 16. The stages of the Hadamard sums
 // between lanes, which need shuffles, work on pairs of f16 and come first, where sums are small: of 32 points at most.
 // They round by 2^-11 of them, rows by as much when they are written. The stages within a lane are in f32.
@@ -127,7 +121,8 @@ template <int D, bool KEYS, bool SPLIT> struct strips {
             const uint32_t two[4] = { at.x, at.y, at.z, at.w };
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-                const int to = order.channel ? two[i / 2] >> i % 2 * 16 & 0xffff : channel_of_halves(split, D, c + i);
+                const int to = order.channel ? two[i / 2] >> i % 2 * 16 & 0xffff
+                                             : channel_of_half(split, is_fast(), D / 2, c % (D / 2) + i);
                 row[to] = x[e + i];
             }
         }
