@@ -214,7 +214,7 @@ void end_head(const stream_plan & s, head_rows & h, int n_rows) {
     const kvq_attn & p = *s.p;
     for (int r = 0; r < n_rows; r++) {
         float * out = h.out + (size_t) r * s.dpv;
-        if (s.rotated_v) { kvq_lattice_unrotate(s.lv, h.rot + r * s.rot, out); }
+        if (s.rotated_v) { kvq_get_kernels().unrotate(s.lv, h.rot + r * s.rot, out); }
         for (int d = 0; p.v_mean && d < p.v.head_size; d++) {
             out[d] += (h.l[r] - h.open[r]) * p.v_mean[(size_t) h.kvh * p.v.head_size + d];
         }

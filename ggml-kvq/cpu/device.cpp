@@ -141,9 +141,8 @@ public:
         const int D = l.codec.head_size, stride = l.head_stride();
         std::vector<uint16_t> rows((size_t) l.page_cells * D);
         for (int h = 0; h < l.n_head; h++) {
-            kvq_traits(l.codec.type)
-                ->decode(l.codec, (const uint8_t *) b.codes + h * l.nb_codes,
-                    (const uint8_t *) b.params + h * l.nb_params, rows.data());
+            kvq_cpu_decode(l.codec, (const uint8_t *) b.codes + h * l.nb_codes,
+                (const uint8_t *) b.params + h * l.nb_params, rows.data());
             for (int t = 0; t < l.page_cells; t++) {
                 uint16_t * row = b.tile + ((size_t) h * l.page_cells + t) * stride;
                 memcpy(row, &rows[(size_t) t * D], 2 * (size_t) D);

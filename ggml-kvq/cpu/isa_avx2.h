@@ -291,6 +291,13 @@ static inline void i16_store_sums(int16_t * p, f32x16 x) {
                   b = _mm256_shuffle_epi32(_mm256_cvtps_epi32(x.b), 0xd8);
     _mm256_storeu_si256((__m256i *) p, _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
 }
+// lanes i and i ^ H change places
+template <int H> static inline f32x16 f32_swap(f32x16 x) {
+    if (H == 8) { return { x.b, x.a }; }
+    if (H == 4) { return { _mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1) }; }
+    constexpr int order = H == 1 ? 0xb1 : 0x4e;
+    return { _mm256_permute_ps(x.a, order), _mm256_permute_ps(x.b, order) };
+}
 static inline f32x16 f32_reverse(f32x16 x) {
     const __m256i order = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);
     return { _mm256_permutevar8x32_ps(x.b, order), _mm256_permutevar8x32_ps(x.a, order) };

@@ -225,6 +225,13 @@ static inline void i16_store_sums(int16_t * p, f32x16 a) {
     _mm256_storeu_si256(
         (__m256i *) p, _mm512_cvtsepi32_epi16(_mm512_shuffle_epi32(_mm512_cvtps_epi32(a), (_MM_PERM_ENUM) 0xd8)));
 }
+// lanes i and i ^ H change places
+template <int H> static inline f32x16 f32_swap(f32x16 a) {
+    return H == 1 ? _mm512_permute_ps(a, 0xb1)
+        : H == 2  ? _mm512_permute_ps(a, 0x4e)
+        : H == 4  ? _mm512_shuffle_f32x4(a, a, 0xb1)
+                  : _mm512_shuffle_f32x4(a, a, 0x4e);
+}
 static inline f32x16 f32_reverse(f32x16 a) {
     return _mm512_permutexvar_ps(_mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), a);
 }

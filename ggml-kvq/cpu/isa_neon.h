@@ -318,6 +318,12 @@ static inline void i16_store_sums(int16_t * p, f32x16 a) {
         vst1_s16(p + 4 * i, vqmovn_s32(vcombine_s32(z.val[0], z.val[1])));
     }
 }
+// lanes i and i ^ H change places
+template <int H> static inline f32x16 f32_swap(f32x16 a) {
+    f32x16 r;
+    KVQ_EACH r.v[i] = H == 1 ? vrev64q_f32(a.v[i]) : H == 2 ? vextq_f32(a.v[i], a.v[i], 2) : a.v[i ^ H / 4];
+    return r;
+}
 static inline f32x16 f32_reverse(f32x16 a) {
     f32x16 r;
     KVQ_EACH {

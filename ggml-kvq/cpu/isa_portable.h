@@ -292,6 +292,12 @@ static inline void i16_store_pairs(int16_t * p, f32x16 a, f32x16 b) {
 static inline void i16_store_sums(int16_t * p, f32x16 a) {
     KVQ_EACH(16) p[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = (int16_t) lrintf(a.v[i]);
 }
+// lanes i and i ^ H change places
+template <int H> static inline f32x16 f32_swap(f32x16 a) {
+    f32x16 r;
+    KVQ_EACH(16) r.v[i] = a.v[i ^ H];
+    return r;
+}
 static inline f32x16 f32_reverse(f32x16 a) {
     f32x16 r;
     KVQ_EACH(16) r.v[i] = a.v[15 - i];

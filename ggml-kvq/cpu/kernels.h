@@ -146,6 +146,11 @@ struct kvq_kernels {
     void (*accum_lattice)(
         const kvq_lattice_view & a, int n_rows, const kvq_run & run, const float * p, const float * f, float * out);
 
+    // q: row x [head size, padded to 16 with zeros] rotated, in two bytes: bytes [2][d][dot_stride]. x is overwritten.
+    void (*fold_query)(const kvq_lattice_view & a, float * x, int8_t * bytes, kvq_lattice_query * q);
+    // out [head size, padded to 16] += H rot, one row as accum_lattice leaves it
+    void (*unrotate)(const kvq_lattice_view & a, const float * rot, float * out);
+
     // Keys that lack their mean and, by which `sealed` is NULL, all of their rotary embedding or that from position
     // sealed[t] to pos[t] (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be
     // NULL; sealed, pos [n_cells].

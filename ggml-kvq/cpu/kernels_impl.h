@@ -67,6 +67,7 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
 #include "impl_f16.h"
 #include "impl_affine.h"
 #include "lattice_impl.h"
+#include "impl_hadamard.h"
 #include "impl_mean.h"
 #include "impl_softmax.h"
 #include "impl_far.h"
@@ -80,9 +81,10 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
     { name, available, KVQ_NS::f32_to_f16_row, KVQ_NS::f16_to_f32_row,                                                 \
         { { KVQ_NS::score_f16, KVQ_NS::accum_f16, KVQ_NS::f16_to_tile, 9 },                                            \
             { KVQ_NS::score_affine, KVQ_NS::accum_affine, KVQ_NS::affine_to_tile, 1 << 30 } },                         \
-        KVQ_NS::score_lattice, KVQ_NS::accum_lattice, KVQ_NS::score_rope, KVQ_NS::page_positions,                      \
-        KVQ_NS::mean_coefficients, KVQ_NS::score_mean, KVQ_NS::score_tile, KVQ_NS::accum_tile, KVQ_NS::softmax,        \
-        KVQ_NS::scale_row, KVQ_NS::page_weights, KVQ_NS::rank_cells, KVQ_NS::quantise_row, KVQ_NS::predict,            \
-        KVQ_NS::sum_rows8, KVQ_NS::apply_tile8, KVQ_NS::lattice_rows, KVQ_NS::add_lattice_rows, KVQ_NS::rows_to_f16,   \
-        KVQ_NS::turn_table, KVQ_NS::turn_rows, KVQ_NS::encode_affine, KVQ_NS::encode_lattice, KVQ_NS::decode_affine,   \
-        KVQ_NS::match_affine, KVQ_NS::decode_lattice, KVQ_NS::match_lattice, KVQ_NS::hash_rows }
+        KVQ_NS::score_lattice, KVQ_NS::accum_lattice, KVQ_NS::fold_query, KVQ_NS::unrotate, KVQ_NS::score_rope,        \
+        KVQ_NS::page_positions, KVQ_NS::mean_coefficients, KVQ_NS::score_mean, KVQ_NS::score_tile, KVQ_NS::accum_tile, \
+        KVQ_NS::softmax, KVQ_NS::scale_row, KVQ_NS::page_weights, KVQ_NS::rank_cells, KVQ_NS::quantise_row,            \
+        KVQ_NS::predict, KVQ_NS::sum_rows8, KVQ_NS::apply_tile8, KVQ_NS::lattice_rows, KVQ_NS::add_lattice_rows,       \
+        KVQ_NS::rows_to_f16, KVQ_NS::turn_table, KVQ_NS::turn_rows, KVQ_NS::encode_affine, KVQ_NS::encode_lattice,     \
+        KVQ_NS::decode_affine, KVQ_NS::match_affine, KVQ_NS::decode_lattice, KVQ_NS::match_lattice,                    \
+        KVQ_NS::hash_rows }

@@ -150,32 +150,12 @@ void kvq_lattice_queries::fold(const kvq_lattice_view & a, int n_rows, int dp, c
     const int D = a.codec.head_size, stride = 2 * a.d * a.dot_stride;
     store.assign((size_t) n_rows * stride, 0);
     rows.resize((size_t) n_rows);
+    const int padded = (D + 15) / 16 * 16;
     float x[KVQ_MAX_HEAD];
     for (int r = 0; r < n_rows; r++) {
         const float * row = q + (size_t) r * dp;
         for (int i = 0; i < D; i++) { x[i] = row[a.whole.split ? kvq_lattice_channel(a.whole, a.fast, i) : i]; }
-        kvq_hadamard(D, x);
-        float amax = 0.0f;
-        for (int i = 0; i < D; i++) { amax = std::max(amax, fabsf(x[i])); }
-        const float inv = amax > 0.0f ? KVQ_LATTICE_TOP / amax : 0.0f;
-        int8_t * q8 = &store[(size_t) r * stride];
-        int sum[2] = {};
-        for (int i = 0; i < D; i++) {
-            const float y = x[i] * inv, high = rintf(y), low = rintf((y - high) * KVQ_LATTICE_FINE);
-            int8_t * to = q8 + i % a.d * a.dot_stride + i / a.d;
-            to[0] = (int8_t) high;
-            to[a.d * a.dot_stride] = (int8_t) low;
-            sum[0] += (int) high;
-            sum[1] += (int) low;
-        }
-        rows[(size_t) r] = { q8, amax / KVQ_LATTICE_TOP * a.step, { (float) sum[0], (float) sum[1] } };
+        std::fill(x + D, x + padded, 0.0f);
+        kvq_get_kernels().fold_query(a, x, &store[(size_t) r * stride], &rows[(size_t) r]);
     }
-}
-
-void kvq_lattice_unrotate(const kvq_lattice_view & a, const float * rot, float * out) {
-    const int D = a.codec.head_size, stride = a.n_tiles * 16;
-    float x[KVQ_MAX_HEAD];
-    for (int i = 0; i < D; i++) { x[i] = rot[i % a.d * stride + i / a.d]; }
-    kvq_hadamard(D, x);
-    for (int i = 0; i < D; i++) { out[i] += x[i]; }
 }

@@ -17,6 +17,3 @@ struct kvq_lattice_queries {
     std::vector<kvq_lattice_query> rows;
     void fold(const kvq_lattice_view & a, int n_rows, int dp, const float * q);
 };
-
-// out += H rot, one row as accum_lattice leaves it.
-void kvq_lattice_unrotate(const kvq_lattice_view & a, const float * rot, float * out);
