@@ -144,6 +144,8 @@ static std::vector<int> usual_order(const kvq_options & o, int n_layer) {
 static std::vector<int> order_of(const kvq_options & o, const std::string & text, int n_layer, std::string & err) {
     if (text == "none") { return usual_order(o, n_layer); }
     std::vector<int> out;
+    const bool sorted = sorts(o); // asked once: a search over levels comes here for every layer
+    const int most[2] = { n_rises(o, 0), n_rises(o, 1) };
     const char * p = text.c_str();
     bool ok = true;
     while (ok && *p) {
@@ -151,7 +153,7 @@ static std::vector<int> order_of(const kvq_options & o, const std::string & text
         const long layer = strtol(p, &end, 10);
         ok = end != p && layer >= 0 && layer < 32768;
         p = end;
-        if (sorts(o)) {
+        if (sorted) {
             ok = ok && (*p == 'k' || *p == 'v');
             out.push_back((int) (2 * layer) + (*p == 'v'));
             p += ok;
@@ -163,10 +165,10 @@ static std::vector<int> order_of(const kvq_options & o, const std::string & text
     }
     const size_t each = (size_t) n_rises_of_layer(o), n = out.size() / each; // layers
     std::vector<int> times(2 * n, 0);
-    for (const int x : out) { ok = ok && (size_t) x < n * (1 + sorts(o)) && ++times[(size_t) x] <= n_rises(o, x); }
+    for (const int x : out) { ok = ok && (size_t) x < n * (1 + sorted) && ++times[(size_t) x] <= most[x % 2]; }
     if (!ok || out.size() != n * each || (n_layer && n != (size_t) n_layer)) {
         const std::string times_each =
-            sorts(o) ? std::to_string(KEY_RISES) + "k and " + std::to_string(VALUE_RISES) + "v" : std::to_string(each);
+            sorted ? std::to_string(KEY_RISES) + "k and " + std::to_string(VALUE_RISES) + "v" : std::to_string(each);
         err = "option order does not name each of " + (n_layer ? std::to_string(n_layer) + " layers " : "its layers ") +
             times_each + " times: make it again with ggml-kvq tune, or set order=none";
         out.clear();
