@@ -41,7 +41,8 @@ struct kvq_backend_context {
     ggml_backend_dev_t device;
     int n_threads = 1;
     ggml_backend_t inner = nullptr;
-    ggml_backend_t cpu = nullptr;    // without an inner one: computes the graph, our nodes in it (whole_graph.cpp)
+    // without an inner one: compute the graph, our nodes in it (whole_graph.cpp); pooled: in threads of a pool
+    ggml_backend_t cpu = nullptr, pooled = nullptr;
     bool (*abort)(void *) = nullptr; // ends a graph early
     void * abort_data = nullptr;
     std::shared_ptr<struct kvq_kept_step> kept;

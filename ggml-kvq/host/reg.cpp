@@ -19,6 +19,7 @@ static const char * backend_name(ggml_backend_t) { return "KVQ"; }
 
 static void backend_free(ggml_backend_t backend) {
     ggml_backend_free(((kvq_backend_context *) backend->context)->cpu);
+    ggml_backend_free(((kvq_backend_context *) backend->context)->pooled);
     delete (kvq_backend_context *) backend->context;
     delete backend;
 }

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <new>
 #include <string>
@@ -19,62 +20,59 @@ namespace {
 
 // ---------------------------------------------------------------- threads
 
-// A build of ggml without OpenMP starts threads for each graph unless it is given a pool. One pool serves all contexts
-// of the process, one graph at a time; whoever finds it in use goes without.
-class thread_pool {
+// A build of ggml without OpenMP starts threads for each graph unless it is given a pool. One pool for each number of
+// threads serves all contexts of the process, one graph at a time; whoever finds them in use goes without. A pool stays
+// with its backend: to take it away is to put its threads to sleep, and waking them takes 4 % of a short step.
+class thread_pools {
 public:
+    static constexpr uint32_t GGML_POLL = 50; // ggml's own number
+
     // for the graph that is computed while `lock` is held; NULL: none is to be had
     ggml_threadpool * get(ggml_backend_reg_t cpu, int n, std::unique_lock<std::mutex> & lock) {
         lock = std::unique_lock<std::mutex>(in_use, std::try_to_lock);
         const auto init = KVQ_OPTIONAL(ggml_threadpool_params_init);
         const auto make = (make_t) ggml_backend_reg_get_proc_address(cpu, "ggml_threadpool_new");
-        const auto free = (free_t) ggml_backend_reg_get_proc_address(cpu, "ggml_threadpool_free");
-        if (!lock.owns_lock() || !init || !make || !free) { return nullptr; }
-        if (n_threads != n) {
-            if (pool) { free(pool); }
-            ggml_threadpool_params params = {};
-            init(&params, n);
-            pool = params.n_threads == n ? make(&params) : nullptr; // the structure is as we know it
-            n_threads = n;
-        }
-        return pool;
+        if (!lock.owns_lock() || !init || !make) { return nullptr; }
+        const auto found = pools.find(n);
+        if (found != pools.end()) { return found->second; }
+        ggml_threadpool_params params = {};
+        init(&params, n);
+        // a thread without work spins for about a tenth of ggml's 0.3 s: saving a state shares the cores with it
+        if (params.poll == GGML_POLL) { params.poll = GGML_POLL / 10; }
+        return pools[n] = params.n_threads == n ? make(&params) : nullptr; // the structure is as we know it
     }
 
 private:
     using make_t = ggml_threadpool * (*)(ggml_threadpool_params *);
-    using free_t = void (*)(ggml_threadpool *);
     std::mutex in_use;
-    ggml_threadpool * pool = nullptr; // lives as long as the process: its threads may outlast our library's end
-    int n_threads = 0;
+    std::map<int, ggml_threadpool *> pools; // they live as long as the process: backends hold them
 };
 
-thread_pool & pool() {
-    static thread_pool * const all = new thread_pool;
+thread_pools & pools() {
+    static thread_pools * const all = new thread_pools;
     return *all;
 }
 
 ggml_status compute(kvq_backend_context & b, ggml_cgraph * graph) {
-    ggml_backend_dev_t const cpu = kvq_ggml_cpu();
-    if (!b.cpu) { b.cpu = cpu ? ggml_backend_dev_init(cpu, nullptr) : nullptr; }
-    if (!b.cpu) {
+    ggml_backend_dev_t const device = kvq_ggml_cpu();
+    ggml_backend_reg_t const reg = device ? ggml_backend_dev_backend_reg(device) : nullptr;
+    const auto of_reg = [&](const char * name) { return ggml_backend_reg_get_proc_address(reg, name); };
+    using set_pool_t = void (*)(ggml_backend_t, ggml_threadpool *);
+    const auto set_pool = reg ? (set_pool_t) of_reg("ggml_backend_cpu_set_threadpool") : nullptr;
+    std::unique_lock<std::mutex> lock;
+    ggml_threadpool * const pool = set_pool && b.n_threads > 1 ? pools().get(reg, b.n_threads, lock) : nullptr;
+    ggml_backend_t & cpu = pool ? b.pooled : b.cpu;
+    if (!cpu) { cpu = device ? ggml_backend_dev_init(device, nullptr) : nullptr; }
+    if (!cpu) {
         kvq_report_error("ggml's CPU backend cannot be started: out of memory?");
         return GGML_STATUS_FAILED;
     }
-    ggml_backend_reg_t const reg = ggml_backend_dev_backend_reg(cpu);
-    const auto set_threads =
-        (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
-    const auto set_abort =
-        (ggml_backend_set_abort_callback_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_abort_callback");
-    using set_pool_t = void (*)(ggml_backend_t, ggml_threadpool *);
-    const auto set_pool = (set_pool_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_cpu_set_threadpool");
-    if (set_threads) { set_threads(b.cpu, b.n_threads); }
-    if (set_abort) { set_abort(b.cpu, b.abort, b.abort_data); }
-    std::unique_lock<std::mutex> lock;
-    ggml_threadpool * const threads = set_pool && b.n_threads > 1 ? pool().get(reg, b.n_threads, lock) : nullptr;
-    if (set_pool) { set_pool(b.cpu, threads); }
-    const ggml_status status = b.cpu->iface.graph_compute(b.cpu, graph);
-    if (set_pool && threads) { set_pool(b.cpu, nullptr); }
-    return status;
+    const auto set_threads = (ggml_backend_set_n_threads_t) of_reg("ggml_backend_set_n_threads");
+    const auto set_abort = (ggml_backend_set_abort_callback_t) of_reg("ggml_backend_set_abort_callback");
+    if (set_threads) { set_threads(cpu, b.n_threads); }
+    if (set_abort) { set_abort(cpu, b.abort, b.abort_data); }
+    if (pool) { set_pool(cpu, pool); } // one of another number of threads goes to sleep
+    return cpu->iface.graph_compute(cpu, graph);
 }
 
 // ---------------------------------------------------------------- nodes of ours
