@@ -6,6 +6,7 @@
     scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --shapes 32/8x128 24/4x256 hybrid:16/4x256
     scripts/bench_cuda.py --batch build/bench_batch --lib build/lib [--loads drafts sequences mixed] [--rounds 3]
     scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --cards 2 --split tensor
+    scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --place host --only f16 kivi-2 --depths 8192
 
 A shape is query heads / KV heads x channels of a head, of a Llama; with hybrid: every fourth layer is attention and
 the others are short convolutions (LFM2). Width, feed-forward width and layers stay those of the 8B shape.
@@ -60,6 +61,7 @@ CACHES = [
     ("auto-4.25", "KVQ0", "f16", "auto", "bits=4.25"),
     ("auto-2.25 alone", "KVQ0", "f16", "auto", "bits=2.25,means=off"),  # as of a model without data
 ]
+PLACED = ("kivi", "xquant", "higgs", "aqua", "zipcache", "minikv", "auto")  # option place is that of sealed blocks
 MEANS = ("aqua", "auto")  # methods that take calibrated means
 # Many sequences and drafts: arguments of bench_batch behind MODEL and DEVICE.
 LOADS = {
@@ -232,6 +234,9 @@ def main() -> None:
     p.add_argument("--keep", action="store_true", help="models of --shapes stay")
     p.add_argument("--cards", type=int, default=1, help="GPUs that share the model")
     p.add_argument("--split", choices=["layer", "tensor"], default="layer", help="how they share it (-sm)")
+    p.add_argument(
+        "--place", choices=["device", "host"], default="device", help="host: our blocks there; upstream with -nkvo"
+    )
     p.add_argument("--timeout", type=float, default=120)
     a = p.parse_args()
     if not (a.bench or a.batch or a.kernels):
@@ -280,6 +285,8 @@ def devices_of(a: argparse.Namespace, device: str) -> str:
 def environment(a: argparse.Namespace, cache: Cache, model: Path, sidecar: Path) -> dict[str, str]:
     """What a program of llama.cpp reads to take this cache."""
     name, _, _, method, opts = cache
+    if a.place == "host" and method in PLACED:
+        opts = ",".join(filter(None, (opts, "place=host")))
     env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(model)}
     if method:
         env["KVQ_CUDA_OBSERVE"] = "0" if "blind" in name else "1"  # nobody scores cells: what observation costs
@@ -340,7 +347,7 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[Cache], model:
                     continue
                 env = environment(a, (name, device, cache_type, method, opts), model, sidecar)
                 command = [str(a.bench), str(model), devices_of(a, device), ",".join(map(str, depths)), str(a.generate)]
-                command.append(cache_type)
+                command += [cache_type, *(["nkvo"] if a.place == "host" and not method else [])]
                 try:
                     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=a.timeout)
                 except subprocess.TimeoutExpired:

@@ -1,6 +1,7 @@
 // Generation and prompt speed behind a filled cache, without saving states in between. A prompt of the first depth,
 // 2048 tokens at most, and a token go before what is timed: kernels are loaded when they first run.
-//   bench_depth MODEL DEVICE[,DEVICE...][:tensor] DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0]
+//   bench_depth MODEL DEVICE[,DEVICE...][:tensor] DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0] [nkvo]
+// nkvo: llama.cpp's -nkvo, its cache in the host's memory, where the CPU computes attention.
 // prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, its median and
 // longest step in ms (pages seal in some), and in MiB what the first device's free memory fell by from behind the
 // model's load to the end, and llama.cpp's KV and compute buffers there
@@ -38,7 +39,7 @@ static double now() {
 
 int main(int argc, char ** argv) {
     if (argc < 5) {
-        fprintf(stderr, "usage: bench_depth MODEL DEVICE DEPTH N_GEN [f16|q8_0|q4_0]\n");
+        fprintf(stderr, "usage: bench_depth MODEL DEVICE DEPTH N_GEN [f16|q8_0|q4_0] [nkvo]\n");
         return 2;
     }
     std::vector<int> depths;
@@ -61,6 +62,7 @@ int main(int argc, char ** argv) {
     cp.type_k = cp.type_v = !strcmp(type, "q8_0") ? GGML_TYPE_Q8_0
         : !strcmp(type, "q4_0")                   ? GGML_TYPE_Q4_0
                                                   : GGML_TYPE_F16;
+    cp.offload_kqv = argc < 7 || strcmp(argv[6], "nkvo");
     llama_context * ctx = llama_init_from_model(model, cp);
     if (!ctx) { return 1; }
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));

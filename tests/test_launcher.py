@@ -169,6 +169,22 @@ def test_of_twin_switches_the_last_counts() -> None:
         launcher.command("llama-cli", f16, environ)
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ"), [(["-nkvo"], {}), (["--no-kv-offload"], {}), ([], {"LLAMA_ARG_KV_OFFLOAD": "0"})]
+)
+def test_a_cache_of_the_host_stays_ours(argv: list[str], environ: dict[str, str]) -> None:
+    """-nkvo is llama.cpp's own cache in its memory of the host: ours has an option for that."""
+    found = launcher.command("llama-cli", ["--kv-method", "kivi", *argv], environ)
+    assert found.env["KVQ_OPTS"] == "place=host" and not set(argv) & set(found.args)
+    assert found.env["LLAMA_ARG_KV_OFFLOAD"] is None
+    with pytest.raises(KvqError, match="-nkvo keeps"):
+        launcher.command("llama-cli", ["--kv-method", "kivi", "--kv-opt", "place=device", *argv], environ)
+    with pytest.raises(KvqError, match="-nkvo keeps.*place=host"):
+        launcher.command("llama-bench", ["--kv-method", "kivi", "-nkvo", "1"], {})
+    with pytest.raises(KvqError, match="place=host cannot go with window=auto"):
+        launcher.command("llama-cli", ["--kv-method", "kivi", "--kv-opt", "window=auto", *argv], environ)
+
+
 @pytest.mark.parametrize("arch", ["bert", "nomic-bert-moe", "llada"])
 def test_a_model_without_cache_is_refused(arch: str, write_gguf: Callable[..., Path]) -> None:
     path = write_gguf("encoder.gguf", {"general.architecture": arch})

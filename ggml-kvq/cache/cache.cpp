@@ -16,7 +16,8 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device) :
     size_t nb = 0;
     for (const kvq_draft_layer & d : draft.layers) {
         for (const kvq_lane_layout * l : { &d.k, &d.v }) {
-            nb += kvq_pad(l->bytes_codes + l->bytes_params + l->bytes_window + 1, KVQ_ALIGN_SLAB);
+            const size_t nb_lane = l->bytes_codes + l->bytes_params + l->bytes_window - l->bytes_on_host();
+            nb += kvq_pad(nb_lane + 1, KVQ_ALIGN_SLAB);
         }
         nb += kvq_pad(sizeof(kvq_page) * (size_t) d.n_stream * (d.k.n_pages + d.k.n_store), KVQ_ALIGN_SLAB);
         const size_t n_slots = d.k.evicts ? (size_t) d.n_stream * d.k.n_store * d.k.page_cells : 0;
@@ -88,7 +89,13 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
         l.d.k, false, l.d.k.shares_codes ? prev->k.get() : nullptr, &l.spans, &scratch, &counters, device));
     l.v.reset(
         new kvq_lane(l.d.v, true, l.d.v.shares_codes ? prev->v.get() : nullptr, &l.spans, &scratch, &counters, device));
-    if (!l.k->ok() || !l.v->ok()) { return false; }
+    if (!l.k->ok() || !l.v->ok()) {
+        if (l.d.k.on_host) {
+            missing = "no memory of the host for the blocks of " + std::to_string(layers.size()) +
+                " layers (place): lower -c, or take fewer bits";
+        }
+        return false;
+    }
     kvq_layer_parts parts(device, shared, l.policies);
     parts.plan = l.d.plan;
     parts.k = l.k.get();

@@ -61,6 +61,7 @@ bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) 
         before = last_one;
     }
     reset();
+    room = free_there;
     const bool fitting = !declared.is_f16() && declared.is_served();
     const std::string instead = fitting ? options_for(declared, n_cells) : "";
     if ((for_draft ? kvq_config_draft(config, model, err) : kvq_config_current(config, model, err, instead)) !=
@@ -196,18 +197,37 @@ bool kvq_is_part(const kvq_model_info & model, const kvq_draft_layer & d) {
     return !d.latent && whole && d.n_embd_k != windowed && d.n_embd_k < whole;
 }
 
+// Of the layer's sealed blocks. What auto decides for its keys holds for its values.
+kvq_place kvq_cache_draft::place_of(kvq_draft_layer & d) {
+    if (!beside_host) { return kvq_place::DEVICE; }
+    if (d.plan.place != kvq_place::AUTO) { return d.plan.place; }
+    if (d.place == kvq_place::AUTO) {
+        size_t nb = 0, nb_blocks = 0;
+        for (const bool value : { false, true }) {
+            const kvq_lane_layout l =
+                kvq_make_lane_layout(d.plan, value, d.latent ? 1 : d.shape.n_head_kv, d.n_cells, d.n_stream);
+            nb += l.bytes();
+            nb_blocks += l.bytes_codes + l.bytes_params;
+        }
+        d.place = nb <= room ? kvq_place::DEVICE : kvq_place::HOST;
+        room -= std::min(room, d.place == kvq_place::HOST ? nb - nb_blocks : nb);
+    }
+    return d.place;
+}
+
 // of the last layer
 size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
     if (d.level < 0 && level_of(d, d.level) != KVQ_OK) { return 0; }
     const kvq_layer_context c = kvq_context_of(model, d, layers.size() > 1 ? &layers[layers.size() - 2] : nullptr);
     d.plan = {};
     if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) { return 0; }
+    d.plan.place = place_of(d);
     bytes_nominal += kvq_pad(2 * (size_t) n_embd * d.n_cells * d.n_stream, KVQ_ALIGN);
     if (d.latent) {
         if (!kvq_plan_latent(d.plan, *config.method, d.shape, d.latent, err)) { return 0; }
         d.k = kvq_make_lane_layout(d.plan, false, 1, d.n_cells, d.n_stream);
         d.v = kvq_make_lane_layout(d.plan, true, 1, d.n_cells, d.n_stream);
-        return d.k.bytes() + d.v.bytes();
+        return d.k.bytes() + d.v.bytes() - d.k.bytes_on_host() - d.v.bytes_on_host();
     }
     const int prev = layers.size() > 1 ? layers[layers.size() - 2].il : -1;
     kvq_lane_layout & l = value ? d.v : d.k;
@@ -217,7 +237,7 @@ size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
         return 0;
     }
     if (!fits(d, value, l)) { return 0; }
-    return l.bytes();
+    return l.bytes() - l.bytes_on_host();
 }
 
 std::string kvq_cache_draft::declined() const {

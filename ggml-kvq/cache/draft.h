@@ -27,7 +27,8 @@ struct kvq_draft_layer {
     // channels of keys that are the values too: lane k holds them, lane v the others (ggml-kvq.h, KVQ_ATTN_LATENT)
     int latent = 0;
     kvq_layer_shape shape = {};
-    int level = -1; // of the method's ladder of plans (level.h); -1: not asked yet
+    kvq_place place = kvq_place::AUTO; // of sealed blocks, where their plan leaves it open; AUTO: not decided yet
+    int level = -1;                    // of the method's ladder of plans (level.h); -1: not asked yet
     kvq_layer_plan plan;
     kvq_lane_layout k, v;
     kvq_declared declared[2]; // of keys, of values
@@ -63,8 +64,10 @@ public:
     // no channels are shared. False with error() set.
     bool add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream);
 
-    bool for_draft = false; // of a draft model: its own configuration
-    std::string fitted_to;  // the declared type that chose the method, "": a method was named
+    bool beside_host = false;     // the device has memory of its own, and option place tells whose blocks take
+    size_t free_there = SIZE_MAX; // bytes of it that a cache may take
+    bool for_draft = false;       // of a draft model: its own configuration
+    std::string fitted_to;        // the declared type that chose the method, "": a method was named
     // of the layers for multi-token prediction, which draft for the model that they are part of
     bool predicts = false;
     kvq_config config;
@@ -77,6 +80,8 @@ public:
     std::map<std::string, size_t> asked; // answers by tensor
 private:
     bool begin(int il, int n_cells, const kvq_declared & declared);
+    kvq_place place_of(kvq_draft_layer & d);
+    size_t room = SIZE_MAX; // bytes of free_there that layers before the next one leave
     size_t plan_lane(kvq_draft_layer & d, bool value, int n_embd);
     bool takes(const kvq_draft_layer & d, bool value, const kvq_declared & declared);
     bool fits(const kvq_draft_layer & d, bool value, const kvq_lane_layout & l);

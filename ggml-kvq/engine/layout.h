@@ -32,6 +32,7 @@ struct kvq_lane_layout {
     bool evicts = false;  // sealed cells are kept in slots
     bool moves = false;   // a page takes a stored block when it seals; a page in a frame needs no block
     bool pooled = false;  // blocks and frames share a pool
+    bool on_host = false; // blocks lie in the host's memory
     bool copies = false;  // sealed pages are tiles of f16 rows that attention reads as open ones (policy/lab.h)
     int window = 0;       // rows that stay open, a multiple of page_cells
     int n_sink_pages = 0; // leading pages that never seal
@@ -51,7 +52,8 @@ struct kvq_lane_layout {
         const int n = nb_pool ? (int) (nb_pool / nb_frame) : n_frames;
         return n >= n_pages ? n_cells : (n - pooled) * page_cells; // one frame is kept free (kvq_lane::due_pages)
     }
-    bool is_f16() const { return codec.type == KVQ_TYPE_F16 && !copies; } // no page ever seals
+    bool is_f16() const { return codec.type == KVQ_TYPE_F16 && !copies; }             // no page ever seals
+    size_t bytes_on_host() const { return on_host ? bytes_codes + bytes_params : 0; } // part of bytes()
     size_t bytes() const {
         return bytes_codes + bytes_params + bytes_window + bytes_tables + bytes_calibration + bytes_chain;
     }

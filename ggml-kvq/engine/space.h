@@ -20,6 +20,10 @@ public:
     // The next allocations take this much together, KVQ_ALIGN_SLAB each: one piece instead of many.
     virtual void reserve(size_t nb) = 0;
     virtual void * alloc(size_t nb) = 0; // zeros; NULL: out of memory
+    // Zeros in the host's memory, which the device's engine reads and writes at this address; NULL: out of memory.
+    virtual void * alloc_host(size_t nb) { return alloc(nb); }
+    // Bytes a second that the engine reads there; 0: as fast as its own memory.
+    virtual double host_speed() { return 0.0; }
     // Bytes from p to the end of what it was allocated with. A copy goes no further, although the next allocation may
     // begin there; 0: not known. The host's memory has no such ends.
     virtual size_t left(const void *) const { return SIZE_MAX; }

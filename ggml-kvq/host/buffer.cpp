@@ -259,6 +259,15 @@ static bool is_kept(const kvq_device_context & dev, const ggml_tensor * t) {
     return !dev.inner && t->op == GGML_OP_NONE && !t->view_src && !t->buffer && !(t->flags & GGML_TENSOR_FLAG_INPUT);
 }
 
+// Bytes of an inner device that a cache may take: graphs want theirs behind it, for which llama.cpp's --fit leaves as
+// much.
+static size_t room_on(ggml_backend_dev_t inner) {
+    constexpr size_t FOR_GRAPHS = (size_t) 1 << 30;
+    size_t free = 0, total = 0;
+    ggml_backend_dev_memory(inner, &free, &total);
+    return free - std::min(free, FOR_GRAPHS);
+}
+
 static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     kvq_device_context & dev = device_of(buft);
     const size_t nb_upstream = ggml_backend_buft_get_alloc_size(upstream_type(dev), tensor);
@@ -280,6 +289,8 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
     }
     kvq_cache_draft & draft = dev.creation().draft;
     draft.for_draft = dev.for_draft;
+    draft.beside_host = dev.inner != nullptr;
+    if (dev.inner) { draft.free_there = room_on(dev.inner); }
     const kvq_declared declared = { ggml_type_name(tensor->type), (int) ggml_blck_size(tensor->type),
         ggml_type_size(tensor->type) };
     size_t nb = std::max<size_t>(

@@ -45,9 +45,16 @@ const kvq_method * kvq_method_find(const char * name); // NULL when unknown
 kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_options & out, std::string & err);
 
 // Options that every quantising method has, and their reading.
+#define KVQ_OPTION_PLACE                                                                                               \
+    { "place", "device|host|auto", "device",                                                                           \
+        "where sealed blocks lie; host: in the host's memory, where the device's kernels read them; auto: the layers " \
+        "that the device has no room for",                                                                             \
+        "ggml-kvq" }
+
 #define KVQ_OPTIONS_STATE                                                                                              \
     { "state", "rows|compact|packed", "rows",                                                                          \
-        "saved states: f16 rows, which other builds read; blocks as they are; squeezed blocks", "ggml-kvq" }
+        "saved states: f16 rows, which other builds read; blocks as they are; squeezed blocks", "ggml-kvq" },          \
+        KVQ_OPTION_PLACE
 
 #define KVQ_OPTION_WINDOW(least, source)                                                                               \
     { "window", "int|auto", least,                                                                                     \

@@ -22,6 +22,7 @@ static const kvq_option_info options[] = {
     { "sinks", "int", "0", "first cells of a stream kept in f16, 0..64", "ggml-kvq" },
     { "scales", "f16|u8", "u8", "format of scales and zeros; u8 halves them", "ggml-kvq" },
     { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },
+    KVQ_OPTION_PLACE,
 };
 
 static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {

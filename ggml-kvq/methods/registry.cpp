@@ -34,10 +34,14 @@ kvq_status kvq_plan_open(const kvq_options & o, kvq_layer_plan & out, std::strin
     out.fills = o.is("window", "auto");
     out.window = o.num_or_auto("window");
     out.sinks = o.num("sinks");
+    const std::string place = o.values.count("place") ? o.str("place") : "";
+    out.place = place == "host" ? kvq_place::HOST : place == "auto" ? kvq_place::AUTO : kvq_place::DEVICE;
     if (out.window < 0 || out.window > 4096) {
         err = "option window=" + o.str("window") + " is not within 0..4096";
     } else if (out.sinks < 0 || out.sinks > 64) {
         err = "option sinks=" + o.str("sinks") + " is not within 0..64";
+    } else if (out.place != kvq_place::DEVICE && out.fills) { // blocks and rows of the window share their memory
+        err = "option place=" + place + " cannot go with window=auto: leave one of them out";
     }
     return err.empty() ? KVQ_OK : KVQ_ERR_OPTION;
 }

@@ -98,9 +98,11 @@ static kvq_status plan(
     const int fetch = o.is("fetch", "now") ? KVQ_FETCH_NOW : o.is("fetch", "ahead") ? KVQ_FETCH_AHEAD : KVQ_FETCH_OFF;
     const kvq_status status = kvq_plan_fetch(o, fetch, o.str("place"), out, err);
     if (status != KVQ_OK) { return status; }
-    return o.is("near", "kivi") ? kvq_plan_kivi(o, c, out, err)
-        : o.is("near", "aqua")  ? kvq_plan_aqua(o, c, out, err)
-                                : kvq_plan_lattice(o, c, out, err);
+    const kvq_status near = o.is("near", "kivi") ? kvq_plan_kivi(o, c, out, err)
+        : o.is("near", "aqua")                   ? kvq_plan_aqua(o, c, out, err)
+                                                 : kvq_plan_lattice(o, c, out, err);
+    out.place = kvq_place::DEVICE; // the option is that of far rows
+    return near;
 }
 
 static kvq_data data(const kvq_options & given) {

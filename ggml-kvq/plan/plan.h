@@ -29,13 +29,17 @@ struct kvq_part {
     }
 };
 
+// Where sealed blocks lie. HOST: the device reads them in the host's memory. AUTO: there where it has no room for them.
+enum class kvq_place { DEVICE, HOST, AUTO };
+
 struct kvq_layer_plan {
     kvq_codec k = {}, v = {};
-    int window = 128;            // cells kept f16 behind the newest one
-    bool fills = false;          // window=auto: room that blocks do not take yet holds more, `window` at least
-    int sinks = 0;               // first cells of a stream, f16 for good
-    int flags = 0;               // KVQ_ATTN_*
-    std::vector<kvq_part> parts; // in the order in which they act
+    int window = 128;                    // cells kept f16 behind the newest one
+    kvq_place place = kvq_place::DEVICE; // of sealed blocks
+    bool fills = false;                  // window=auto: room that blocks do not take yet holds more, `window` at least
+    int sinks = 0;                       // first cells of a stream, f16 for good
+    int flags = 0;                       // KVQ_ATTN_*
+    std::vector<kvq_part> parts;         // in the order in which they act
 
     const kvq_part * part(const char * name) const {
         for (const kvq_part & p : parts) {

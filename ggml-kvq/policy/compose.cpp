@@ -61,6 +61,7 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
         }
     }
     l.pooled = plan.fills && !l.is_f16();
+    l.on_host = plan.place == kvq_place::HOST && !l.is_f16();
     const size_t pages = (size_t) l.n_pages * n_stream, stored = (size_t) l.n_store * n_stream;
     l.bytes_codes = l.shares_codes ? 0 : kvq_pad(stored * n_head * l.nb_codes, KVQ_ALIGN);
     l.bytes_params = kvq_pad(stored * n_head * l.nb_params, KVQ_ALIGN);

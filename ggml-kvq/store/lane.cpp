@@ -9,12 +9,15 @@
 kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * codes_of, kvq_span_table * spans,
     kvq_scratch * scratch, kvq_counters * counters, kvq_device & device) :
     device(device), scratch(scratch), counters(counters), l(layout), value(value), codes_of(codes_of), spans(spans) {
-    nb_memory = std::max<size_t>(l.bytes_codes + l.bytes_params + l.bytes_window, 1);
+    nb_on_host = l.bytes_on_host();
+    nb_memory = std::max<size_t>(l.bytes_codes + l.bytes_params + l.bytes_window - nb_on_host, 1);
+    host_memory = nb_on_host ? (uint8_t *) device.alloc_host(nb_on_host) : nullptr;
+    if (nb_on_host && !host_memory) { return; }
     memory = (uint8_t *) device.alloc(nb_memory);
     if (!memory) { return; }
-    codes = memory;
+    codes = host_memory ? host_memory : memory;
     params = codes + l.bytes_codes;
-    frames = params + l.bytes_params;
+    frames = host_memory ? memory : params + l.bytes_params;
     pages.resize((size_t) l.n_pages * l.n_stream);
     valid_bits.resize(pages.size() * (l.page_cells / 8));
     streams.resize(l.n_stream);
@@ -25,6 +28,7 @@ kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * codes_
 
 kvq_lane::~kvq_lane() {
     if (memory) { device.free(memory, nb_memory); }
+    if (host_memory) { device.free(host_memory, nb_on_host); }
 }
 
 uint8_t * kvq_lane::codes_at(int s, int p, int h) const {

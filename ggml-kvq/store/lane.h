@@ -232,8 +232,8 @@ private:
     kvq_span_table * spans;
     std::vector<kvq_policy *> policies;
 
-    uint8_t * memory = nullptr; // codes, params, frames
-    size_t nb_memory = 0;
+    uint8_t *memory = nullptr, *host_memory = nullptr; // codes, params, frames; place=host: codes and params apart
+    size_t nb_memory = 0, nb_on_host = 0;
     uint8_t *codes = nullptr, *params = nullptr, *frames = nullptr;
 
     std::vector<kvq_page_info> pages;

@@ -23,14 +23,17 @@ static std::string model(const keys & more) {
     return path;
 }
 
-// Size queries of layers [first, last) with these widths (values 0: none), 512 cells.
+// Size queries of layers [first, last) with these widths (values 0: none), 512 cells. room: bytes of a device that has
+// memory of its own, 0: there is no such device
 static kvq_cache_draft asked(const char * method, const char * opts, const keys & metadata, int first, int last,
-    int width_k, int width_v, bool for_draft = false) {
+    int width_k, int width_v, bool for_draft = false, size_t room = 0) {
     const std::string path = model(metadata);
     CHECK(kvq_configure(method, opts, nullptr, path.c_str()) == KVQ_OK, "%s", kvq_last_error());
     setenv("KVQ_MODEL_DRAFT", path.c_str(), 1);
     kvq_cache_draft d;
     d.for_draft = for_draft;
+    d.beside_host = room > 0;
+    d.free_there = room;
     for (int il = first; il < last; il++) {
         d.add(("cache_k_l" + std::to_string(il)).c_str(), width_k, 512, 1, {});
         if (width_v) { d.add(("cache_v_l" + std::to_string(il)).c_str(), width_v, 512, 1, {}); }
@@ -151,8 +154,38 @@ static void drafts(void) {
     unsetenv("KVQ_OPTS_DRAFT");
 }
 
+// Which layers' blocks lie in the host's memory, and what is then asked for on the device.
+static void places(void) {
+    const auto on_host = [](const kvq_cache_draft & d) {
+        std::string out;
+        for (const kvq_draft_layer & l : d.layers) {
+            CHECK(l.k.on_host == l.v.on_host, "layer %d lies in two places", l.il);
+            out += l.k.on_host ? 'h' : 'd';
+        }
+        return out;
+    };
+    constexpr size_t MUCH = (size_t) 1 << 40;
+    const kvq_cache_draft there = asked("kivi", "window=32", {}, 0, 6, 128, 128, false, MUCH),
+                          host = asked("kivi", "window=32,place=host", {}, 0, 6, 128, 128, false, MUCH);
+    const kvq_lane_layout &k = host.layers[0].k, &v = host.layers[0].v;
+    const size_t nb = k.bytes() + v.bytes(),
+                 nb_blocks = k.bytes_codes + k.bytes_params + v.bytes_codes + v.bytes_params;
+    CHECK(on_host(there) == "dddddd" && on_host(host) == "hhhhhh", "%s", on_host(host).c_str());
+    CHECK(nb_blocks && k.bytes_on_host() + v.bytes_on_host() == nb_blocks, "%zu", nb_blocks);
+    CHECK(on_host(asked("kivi", "window=32,place=host", {}, 0, 6, 128, 128)) == "dddddd", "the device is the host");
+    const char * opts = "window=32,place=auto";
+    CHECK(on_host(asked("kivi", opts, {}, 0, 6, 128, 128, false, MUCH)) == "dddddd", "there is room");
+    const size_t room = 3 * nb + nb / 2;
+    const kvq_cache_draft some = asked("kivi", opts, {}, 0, 6, 128, 128, false, room);
+    CHECK(on_host(some) == "dddhhh", "%s of 6 layers in room for 3.5", on_host(some).c_str());
+    CHECK(on_host(asked("kivi", opts, {}, 0, 6, 128, 128, false, 1)) == "hhhhhh", "no room");
+    kvq_cache_draft far = asked("specache", "place=host", {}, 0, 6, 128, 128, false, MUCH);
+    CHECK(far.complete() && on_host(far) == "dddddd", "place is that of far rows: %s", far.error().c_str());
+}
+
 int main() {
     ordinary();
+    places();
     latent();
     levels();
     indexers();

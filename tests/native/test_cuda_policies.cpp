@@ -344,11 +344,12 @@ int main(int argc, char ** argv) {
     };
     // decode over pages of two widths: whole and half steps, one part alone, sets that differ
     attention({ "zipcache", "", 128, 1, 4, 1, 400, 1, 0, 0, false });
-    attention({ "zipcache", "scales=u8", 64, 2, 3, 1, 400, 2, 0, 8.0f, true });
+    attention({ "zipcache", "scales=u8,place=host", 64, 2, 3, 1, 400, 2, 0, 8.0f, true });
     attention({ "zipcache", "interval=96,salient=0.33,hi=3,lo=1,scales=f16,window=40", 64, 1, 16, 2, 300, 1, 20.0f, 0,
         false });
     for (int torn : { 1, 2, 3 }) { attention({ "zipcache", "", 64, 2, 4, 1, 350, 1, 0, 0, false, torn }); }
-    attention({ "minikv", "window=32", 64, 1, 2, 1, 200, 1, 0, 0, false }); // few cells for few multiprocessors
+    attention(
+        { "minikv", "window=32,place=host", 64, 1, 2, 1, 200, 1, 0, 0, false }); // few cells for few multiprocessors
     attention({ "minikv", "scales=f16,window=32", 128, 1, 1, 1, 250, 1, 0, 8.0f, true });
     // several tokens of one cache: blocks of rows walk the pages that they see (cuda/walk/seen.cuh)
     const int64_t n_listed = d.n_listed;
@@ -430,7 +431,7 @@ int main(int argc, char ** argv) {
     }
     for (const char * opts : { "interval=64,salient=0.5,keep=0.5,eta=0.1", "interval=32,salient=0.5",
              "interval=64,salient=0.5,normalise=false,window=64", "interval=96,salient=0.33,scales=f16,sinks=4",
-             "interval=32,salient=1,hi=2" }) {
+             "interval=32,salient=1,hi=2,place=host" }) {
         const int steps = on_host ? 25 : quick ? 40 : 1000, n_rows = check_store(d, "zipcache", opts, steps);
         printf("store, zipcache %s: %d random operations, %d rows as on the CPU\n", opts, steps, n_rows);
     }

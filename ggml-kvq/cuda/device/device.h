@@ -151,6 +151,8 @@ public:
         const uint16_t * const * frames, int first, int n_frames) override;
     void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override;
     // pinned, and mapped at the same address
+    void * alloc_host(size_t nb) override;
+    double host_speed() override;
     void * alloc_far(size_t nb) override;
     void free_far(void * p, size_t nb) override;
     void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows,
@@ -336,7 +338,7 @@ private:
     std::set<const uint16_t *> to_read, to_write; // tiles of what waits
     uint8_t *far_sums = nullptr, *logits_memory = nullptr;
     size_t n_far_sums = 0, nb_logits_memory = 0;
-    kvq_pinned_memory pinned; // alloc_far
+    kvq_pinned_memory pinned; // alloc_host, alloc_far
     kvq_staging staging;      // put_all
     bool waits() const {
         return !to_renew.empty() || !to_choose.empty() || !to_seal.empty() || !to_far.empty() || !to_turn.empty() ||

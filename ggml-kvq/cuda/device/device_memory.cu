@@ -1,8 +1,12 @@
 // kvq_cuda_device as a space: memory, and copies from and to the host.
 #include "device.h"
 
+#include "base/host_memory.h"
+
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 
 void kvq_cuda_device::reserve(size_t nb) {
@@ -34,6 +38,34 @@ void * kvq_cuda_device::alloc(size_t nb) {
     return p;
 }
 
+void * kvq_cuda_device::alloc_host(size_t nb) {
+    if (!use() || kvq_host_available() < nb + nb / 4) { return nullptr; } // else the system would end some program
+    void * p = pinned.alloc(nb);
+    if (p) { memset(p, 0, nb); }
+    return p;
+}
+
+// A copy goes as fast as kernels that read there: both are bound by the bus.
+double kvq_cuda_device::host_speed() {
+    constexpr size_t NB = 16u << 20;
+    constexpr int TIMES = 3;
+    void *from = use() ? pinned.alloc(NB) : nullptr, *to = nullptr;
+    double best = 0.0;
+    if (from && cudaMalloc(&to, NB) == cudaSuccess) {
+        for (int i = 0; i < TIMES; i++) {
+            const auto begin = std::chrono::steady_clock::now();
+            cudaMemcpyAsync(to, from, NB, cudaMemcpyHostToDevice, (cudaStream_t) stream);
+            synchronize();
+            const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+            best = std::max(best, (double) NB / std::max(took.count(), 1e-9));
+        }
+    }
+    cudaFree(to);
+    if (from) { pinned.free(from); }
+    cudaGetLastError();
+    return best;
+}
+
 size_t kvq_cuda_device::left(const void * at) const {
     const auto * const p = (const uint8_t *) at;
     if (p >= slab && p < slab + nb_slab) { return (size_t) (slab + nb_slab - p); }
@@ -49,6 +81,7 @@ void kvq_cuda_device::free(void * p, size_t) {
         slab_used = --n_in_slab ? slab_used : 0;
         return;
     }
+    if (pinned.free(p)) { return; }
     blocks.erase((const uint8_t *) p);
     check(cudaFree(p), "cudaFree");
 }
@@ -81,7 +114,8 @@ void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
 // pageable memory is staged before the call returns: the host bytes may go at once
 void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
     use();
-    check(cudaMemcpyAsync(to, host, nb, cudaMemcpyHostToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
+    const cudaMemcpyKind kind = pinned.holds(to) ? cudaMemcpyDefault : cudaMemcpyHostToDevice;
+    check(cudaMemcpyAsync(to, host, nb, kind, (cudaStream_t) stream), "cudaMemcpyAsync");
 }
 
 void kvq_cuda_device::put_all(const kvq_copy_job * jobs, size_t n, int n_threads) {

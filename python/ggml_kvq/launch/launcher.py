@@ -395,6 +395,13 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
             program, user, flags, environ, off=chosen.method != "", remote=serves or bool(servers), env=hub_env
         )
 
+    host_env: dict[str, str | None] = {}
+    if not bench and not serves and refusals.on_host(user, bench) and refusals.may_lie_on_host(chosen):
+        flags.opts.append("place=host")  # what -nkvo asks for, in the library's words
+        _, flags.rest = without(flags.rest, (*refusals.NKVO, *refusals.KVO), 0)
+        host_env = dict.fromkeys(("LLAMA_ARG_KV_OFFLOAD", "LLAMA_ARG_NO_KV_OFFLOAD"))
+        user = User(flags.rest, {k: v for k, v in environ.items() if k not in host_env}, reads_env=True)
+        chosen = _resolved(flags, environ, header)
     notes: list[str] = [chosen.note] if chosen.note else []
     counts = flags.bits or flags.budget
     measured = models[-1] if models and not serves else ""
@@ -431,6 +438,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         out.notes.append(f"GGML_BACKEND_PATH={other} is replaced by {backend}; ggml loads one such library")
     out.env = {
         **hub_env,
+        **host_env,
         "KVQ_LAUNCHER": program,
         "GGML_BACKEND_PATH": backend,
         "KVQ_METHOD": chosen.method,
@@ -457,6 +465,9 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         added += fitted
         out.notes += more
         _, flags.rest = without(flags.rest, tuple(replaced)) if replaced else ([], flags.rest)
+    elif refusals.place(chosen.opts) == "auto" and not bench:
+        # --fit would move layers to the CPU, whose cache is f16, before the library moves blocks there
+        added += [] if user.last(("-fit", "--fit"), "LLAMA_ARG_FIT") else ["-fit", "off"]
     # in front: behind a dangling option of the user ("-m" without a file) they would be taken for its value
     out.args = [*added, *flags.rest]
     out.page = served_page.wanted(program, user)

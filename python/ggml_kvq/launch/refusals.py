@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .. import _paths, budget, gguf_header, memory
+from .. import _paths, budget, gguf_header, memory, methods, resolver
 from ..core import llama
 from ..errors import KvqError
 from .flags import FALSE, TRUE, LaunchError, User
 
 DEVICE = "KVQ0"
+NKVO, KVO = ("-nkvo", "--no-kv-offload"), ("-kvo", "--kv-offload")
 OFF = "none"  # --kv-method none: llama.cpp's own cache, whatever the model or the environment names
 _N_CTX = {"llama-perplexity": 512}  # default -c, where it is not the model's own
 _MARGIN = 1 << 30  # what stays free when the context is chosen here, bytes; upstream's --fit-target
@@ -33,6 +34,31 @@ class Choice:
     def drop(self) -> str:
         """How to do without it."""
         return f"drop {self.words}" if self.by_flag else f"add --kv-method {OFF}"
+
+
+def on_host(user: User, bench: bool) -> bool:
+    """Does -nkvo keep the cache in llama.cpp's memory of the host? Of twin switches the last one counts."""
+    if bench:
+        return any(part in TRUE for v in user.values(NKVO) for part in v.split(","))
+    env = user.environ
+    last = user.last_name((*NKVO, *KVO))
+    return last in NKVO if last else env.get("LLAMA_ARG_KV_OFFLOAD") in FALSE or "LLAMA_ARG_NO_KV_OFFLOAD" in env
+
+
+def place(opts: str) -> str:
+    """Value of option place, "" when it is not given."""
+    return next((v.strip() for k, _, v in (x.partition("=") for x in opts.split(",")) if k.strip() == "place"), "")
+
+
+def takes_place(method: str) -> bool:
+    """Can sealed blocks of this method lie in the host's memory (option place)?"""
+    found = [o for row in methods.table() if row["name"] == method for o in row["options"] if o["key"] == "place"]
+    return bool(found) and found[0]["default_value"] == "device"
+
+
+def may_lie_on_host(chosen: resolver.Resolved) -> bool:
+    """Can the library do what -nkvo asks for? Not where the options say otherwise."""
+    return takes_place(chosen.method) and place(chosen.opts) in ("", "host")
 
 
 def conflicts(user: User, choice: Choice, bench: bool) -> None:
@@ -62,15 +88,9 @@ def conflicts(user: User, choice: Choice, bench: bool) -> None:
             f"-dev {devices[-1]} leaves out the device that holds the cache of {words}: drop -dev or write -dev"
             f" {DEVICE}"
         )
-    if bench:
-        kept = any(part in TRUE for v in user.values(("-nkvo", "--no-kv-offload")) for part in v.split(","))
-    else:
-        env, off = user.environ, ("-nkvo", "--no-kv-offload")
-        by_env = env.get("LLAMA_ARG_KV_OFFLOAD") in FALSE or "LLAMA_ARG_NO_KV_OFFLOAD" in env
-        last = user.last_name((*off, "-kvo", "--kv-offload"))
-        kept = last in off if last else by_env
-    if kept:
-        raise LaunchError(f"-nkvo keeps the KV cache in llama.cpp's own memory, so {words} would not be used: {either}")
+    if on_host(user, bench):
+        cure = "write --kv-opt place=host in its place" if bench and takes_place(choice.method) else either
+        raise LaunchError(f"-nkvo keeps the KV cache in llama.cpp's own memory, so {words} would not be used: {cure}")
     for side in ("k", "v"):
         for value in user.values((f"-ct{side}", f"--cache-type-{side}"), f"LLAMA_ARG_CACHE_TYPE_{side.upper()}"):
             if not set(value.split(",")) <= set(llama.DECLARED):

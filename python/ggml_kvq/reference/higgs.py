@@ -10,7 +10,14 @@ from .codec import LATTICE, Codec, K, V
 from .method import LanePlan, LayerPlan, LayerShape, Method, register
 
 #: Options of the methods that keep lattice blocks, as KVQ_OPTIONS_LATTICE in methods/method.h.
-LATTICE_OPTIONS: dict[str, Any] = {"grid": "auto", "sinks": 0, "scales": "u8", "precision": "int8", "state": "rows"}
+LATTICE_OPTIONS: dict[str, Any] = {
+    "grid": "auto",
+    "sinks": 0,
+    "scales": "u8",
+    "precision": "int8",
+    "state": "rows",
+    "place": "device",
+}
 VECTOR = {"auto": 2, "d2": 2, "d4": 4, "d8": 8}
 
 

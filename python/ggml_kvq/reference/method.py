@@ -105,4 +105,5 @@ AFFINE_OPTIONS: dict[str, Any] = {
     "scales": "f16",
     "precision": "int8",
     "state": "rows",
+    "place": "device",
 }

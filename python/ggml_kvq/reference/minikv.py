@@ -39,6 +39,7 @@ class MiniKV(AffineMethod):
         "sinks": 0,
         "scales": "u8",
         "precision": "int8",
+        "place": "device",
     }
 
     def lane(self, role: int, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> dict[str, Any]:

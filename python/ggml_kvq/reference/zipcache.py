@@ -32,6 +32,7 @@ class ZipCache(Method):
         "scales": "u4",
         "precision": "int8",
         "state": "rows",
+        "place": "device",
     }
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
