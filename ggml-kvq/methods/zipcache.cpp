@@ -57,12 +57,8 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
         err = "option keep=" + o.str("keep") + " is not above 0 and at most 1";
     } else if (!(o.real("recent") >= 0.0f && o.real("recent") <= o.real("keep"))) {
         err = bad(o, "recent", ("0..keep, which is " + o.str("keep")).c_str());
-    } else if (o.num("window") < 0 || o.num("window") > 4096) {
-        err = bad(o, "window", "0..4096");
-    } else if (o.num("sinks") < 0 || o.num("sinks") > 64) {
-        err = bad(o, "sinks", "0..64");
     }
-    if (!err.empty()) { return KVQ_ERR_OPTION; }
+    if (!err.empty() || kvq_plan_open(o, out, err) != KVQ_OK) { return KVQ_ERR_OPTION; }
     const int n_hi = 32 * (int) std::lround(r * (float) page / 32.0f);
     for (int v = 0; v < 2; v++) {
         kvq_codec x = {};
@@ -83,8 +79,6 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
         }
         (v ? out.v : out.k) = x;
     }
-    out.window = o.num("window");
-    out.sinks = o.num("sinks");
     out.flags = o.is("precision", "f32") ? KVQ_ATTN_F32 : 0;
     const bool evicts = o.real("keep") < 1.0f; // three classes: salient, others, evicted
     out.add("probe",

@@ -173,6 +173,11 @@ static void places(void) {
     CHECK(on_host(there) == "dddddd" && on_host(host) == "hhhhhh", "%s", on_host(host).c_str());
     CHECK(nb_blocks && k.bytes_on_host() + v.bytes_on_host() == nb_blocks, "%zu", nb_blocks);
     CHECK(on_host(asked("kivi", "window=32,place=host", {}, 0, 6, 128, 128)) == "dddddd", "the device is the host");
+    for (const char * method : { "kivi", "xquant", "higgs", "zipcache", "minikv", "auto", "aqua" }) {
+        const char * host_opts = !strcmp(method, "aqua") ? "predictor=none,place=host" : "place=host";
+        const kvq_cache_draft all = asked(method, host_opts, {}, 0, 6, 128, 128, false, MUCH);
+        CHECK(on_host(all) == "hhhhhh", "%s: %s", method, on_host(all).c_str());
+    }
     const char * opts = "window=32,place=auto";
     CHECK(on_host(asked("kivi", opts, {}, 0, 6, 128, 128, false, MUCH)) == "dddddd", "there is room");
     const size_t room = 3 * nb + nb / 2;
