@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh MODEL.gguf TEXT [BUILD_DIR]      LLAMA_CPP_DIR=<source> (default: the pinned one)
 #   PROGRAMS=<folder>: upstream's programs and libraries, built with CUDA before; default: they are built here
 #   PARTS="kernels programs bench"                        what to run, also: quality, archs (every architecture, tests/arch_matrix.py), walks (random
-#                                                         operations, with pytest); JOBS=<n> compilers at once; ARCH=native|90|...
+#                                                         operations, with pytest), place (blocks in the host's memory, a full card); JOBS=<n> compilers at once; ARCH=native|90|...
 #   KVQ_CONFIG=<sidecar of the model>                     aqua's predictors too
 #   SANITIZER="memcheck racecheck"                        kernel tests once more under these tools of compute-sanitizer
 set -uo pipefail
@@ -16,7 +16,7 @@ mkdir -p "$build/kernels"
 
 has() { [[ " $parts " == *" $1 "* ]]; }
 
-if has programs || has bench || has quality || has archs || has walks; then
+if has programs || has bench || has quality || has archs || has walks || has place; then
     whole=ON; [ -n "${PROGRAMS:-}" ] && whole=OFF
     (cmake -S . -B "$build" -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$arch" -DKVQ_BUILD_PROGRAMS=$whole ${LLAMA_CPP_DIR:+-DLLAMA_CPP_DIR=$LLAMA_CPP_DIR} &&
         CMAKE_BUILD_PARALLEL_LEVEL=$jobs cmake --build "$build" -j "$jobs" && { [ $whole = ON ] || cp -f "$PROGRAMS"/* "$build/lib/"; }) > "$build/build.log" 2>&1 &
@@ -71,7 +71,7 @@ if has kernels; then
     cd "$OLDPWD"
 fi
 
-if has programs || has bench || has quality || has archs || has walks; then
+if has programs || has bench || has quality || has archs || has walks || has place; then
     wait "$builder" || { tail -30 "$build/build.log"; exit 1; }
     lib=$(cd "$build/lib" && pwd)
     export LD_LIBRARY_PATH=$lib
@@ -100,6 +100,22 @@ if has programs; then
         echo
         grep -E "error|KV buffer|compute buffer|graph splits" "$build/text.log" | cut -c1-160
     done
+fi
+if has place; then
+    echo "== sealed blocks in the host's memory: perplexity as on the device, and a card that is full"
+    final() { kvq "$1" "$2" llama-perplexity -f "$text" -c 2048 -b 512 -ub 128 --chunks 2 -fa on 2>&1 | grep -oE "Final estimate: PPL = [0-9.]+"; }
+    for m in kivi: higgs: xquant: zipcache: minikv: aqua:predictor=none auto:bits=2.25; do
+        opts=${m#*:}
+        there=$(final "${m%%:*}" "$opts") host=$(final "${m%%:*}" "${opts:+$opts,}place=host")
+        echo "$m $there | $host"
+        [ -n "$there" ] && [ "$there" = "$host" ] || failed=1
+    done
+    "$CUDACXX" scripts/fill_card.cu -o "$build/fill_card" || failed=1
+    need=$(($(stat -c %s "$model") / 1048576 + 1700)) # weights, graphs and the CUDA context; 1 GiB of it place=auto leaves free
+    coproc CARD { "$build/fill_card" $need 60; }
+    read -r -t 30 line <&"${CARD[0]}" && echo "$line" || failed=1
+    kvq kivi place=auto llama-completion -p "The register file holds" -n 48 --temp 0 -fa on -fit off -no-cnv -c 131072 2>&1 > /dev/null | grep -oE "blocks of [0-9]+ layers? lies? in the host's memory[^;]*|error.*" || failed=1
+    kill "$CARD_PID"
 fi
 if has walks; then
     echo "== random operations on our cache and on upstream's, which are on the same device"
