@@ -193,10 +193,34 @@ def bandwidth(threads: int, mib: int) -> float:
     return best
 
 
+class Pool:
+    """Threads as llama.cpp's programs make them for a context (llama_attach_threadpool): a ggml without OpenMP starts
+    new ones for each graph else. They sleep between turns, so that no other arm shares the cores with them.
+    """
+
+    def __init__(self, threads: int) -> None:
+        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+        self.cpu = ctypes.CDLL(next(x for x in sorted(loaded) if "libggml-cpu" in x))
+        base = ctypes.CDLL(next(x for x in sorted(loaded) if "libggml-base" in x))
+        params = ctypes.create_string_buffer(4096)  # more than ggml_threadpool_params takes
+        base.ggml_threadpool_params_init(params, threads)
+        self.cpu.ggml_threadpool_new.restype = c_void_p
+        self.pool = c_void_p(self.cpu.ggml_threadpool_new(params))
+
+    def attach(self, lib: ctypes.CDLL, ctx: c_void_p) -> None:
+        lib.llama_attach_threadpool.argtypes = [c_void_p, c_void_p, c_void_p]
+        lib.llama_attach_threadpool(ctx, self.pool, None)
+
+    def pause(self) -> None:
+        self.cpu.ggml_threadpool_pause(self.pool)
+
+
 class Arm:
     """A context of one cache, filled to `depth` tokens of sequence 0."""
 
     clock = staticmethod(time.perf_counter)
+    threads: int = 0  # of a pool that upstream's arms share; 0: there is none
+    pool: Pool | None = None
     shared: Model | None = None  # weights of all arms: where they lie in memory moves a step by several percent
 
     def __init__(self, name: str, path: Path, depth: int, room: int, threads: int, config: Path | None) -> None:
@@ -230,6 +254,10 @@ class Arm:
             kvq.kvq_configure(None, None, None, None)
         if not self.ctx:
             sys.exit(f"{name}: no context of {params.n_ctx} tokens")
+        self.pooled = not method and Arm.threads > 1
+        if self.pooled:
+            Arm.pool = Arm.pool or Pool(Arm.threads)
+            Arm.pool.attach(self.lib, self.ctx)
         self.memory = self.lib.llama_get_memory(self.ctx)
         self.ratio = CACHE_RATIO.get(cache or "", 0.0)
         if method and kvq is not None:
@@ -273,6 +301,8 @@ class Arm:
             t = self.clock()
             self.decode(1)
             steps.append(self.clock() - t)
+        if self.pooled and Arm.pool:
+            Arm.pool.pause()
         return n / sum(steps), steps
 
     def prompt(self, n: int) -> float:
@@ -380,6 +410,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompt", type=int, default=2048)
     p.add_argument("--gen", type=int, default=8, help="tokens of a turn")
     p.add_argument("--threads", "-t", type=int, default=2)
+    p.add_argument("--pool", action="store_true", help="upstream's arms in a pool of threads, as in its programs")
     p.add_argument(
         "--cpu-time",
         action="store_true",
@@ -487,6 +518,7 @@ def print_table(rows: list[dict[str, Any]], peak: float) -> None:
 
 def main() -> None:
     a, path = options()
+    Arm.threads = a.threads if a.pool else 0
     if a.overhead:
         Arm.shared = Model(path, kv_method="f16", n_ctx=256, n_threads=a.threads)
     command = shlex.join([sys.executable, *sys.argv])

@@ -2,8 +2,8 @@
 //   leaks MODEL DEVICE[,DEVICE...][:tensor] [TIMES] [DEPTH]
 // loads the model, reads DEPTH tokens, generates 8, saves and restores the state and frees everything, TIMES times.
 // Prints for each fifth time what is free on each device and what this process holds, in MiB; exit code 1 when a device
-// has lost more than 16 MiB, or the process grown by more than 64, in the second half. (glibc keeps some threads' memory
-// at first, upstream's caches or ours.)
+// has lost more than 16 MiB, or the process grown by more than 64, in the second half. (glibc keeps some threads'
+// memory at first, with upstream's caches and with ours.)
 #include "bench_devices.h"
 
 #include <cstdlib>
@@ -43,6 +43,7 @@ static bool once(const char * path, const llama_model_params & mp, int depth) {
 int main(int argc, char ** argv) {
     if (argc < 3) { return fprintf(stderr, "usage: leaks MODEL DEVICE[,DEVICE...] [TIMES] [DEPTH]\n"), 2; }
     const int times = argc > 3 ? atoi(argv[3]) : 50, depth = argc > 4 ? atoi(argv[4]) : 2048;
+    if (times < 10) { return fprintf(stderr, "leaks: %d times are too few: 10 at least\n", times), 2; }
     llama_log_set(
         [](ggml_log_level level, const char * text, void *) {
             if (level >= GGML_LOG_LEVEL_ERROR) { fputs(text, stderr); }

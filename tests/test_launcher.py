@@ -14,7 +14,7 @@ import pytest
 from conftest import LLAMA_FIELDS, gguf_bytes, run_python
 from ggml_kvq import _paths
 from ggml_kvq.errors import KvqError
-from ggml_kvq.launch import launcher
+from ggml_kvq.launch import launcher, refusals
 
 CALL = "import sys; from ggml_kvq.launch.launcher import run; sys.exit(run('llama-cli', sys.argv[1:]))"
 PROGRAMS = ["llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity"]
@@ -169,8 +169,24 @@ def test_of_twin_switches_the_last_counts() -> None:
         launcher.command("llama-cli", f16, environ)
 
 
+def test_a_place_that_follows_room_comes_without_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's --fit would move layers to the CPU first."""
+    monkeypatch.setattr(refusals, "on_gpu", lambda: True)
+    auto = ["--kv-method", "kivi", "--kv-opt", "place=auto"]
+    args = launcher.command("llama-cli", auto, {}).args
+    assert args[args.index("-fit") + 1] == "off"
+    assert launcher.command("llama-cli", [*auto, "-fit", "on"], {}).args.count("-fit") == 1
+    assert "-fit" not in launcher.command("llama-cli", auto[:2], {}).args
+
+
 @pytest.mark.parametrize(
-    ("argv", "environ"), [(["-nkvo"], {}), (["--no-kv-offload"], {}), ([], {"LLAMA_ARG_KV_OFFLOAD": "0"})]
+    ("argv", "environ"),
+    [
+        (["-nkvo"], {}),
+        (["--no-kv-offload"], {}),
+        ([], {"LLAMA_ARG_KV_OFFLOAD": "0"}),
+        ([], {"LLAMA_ARG_NO_KV_OFFLOAD": "1"}),
+    ],
 )
 def test_a_cache_of_the_host_stays_ours(argv: list[str], environ: dict[str, str]) -> None:
     """-nkvo is llama.cpp's own cache in its memory of the host: ours has an option for that."""

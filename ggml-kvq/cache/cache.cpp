@@ -1,6 +1,7 @@
 #include "cache.h"
 
 #include "accounting.h"
+#include "base/host_memory.h"
 #include "engine/host.h"
 #include "policy/tags.h"
 
@@ -8,13 +9,16 @@
 #include <cstring>
 #include <mutex>
 
+static constexpr size_t HOST_KEEPS = (size_t) 256 << 20; // bytes that a cache leaves to others
+
 static std::mutex live_mutex;
 static std::vector<kvq_kv_cache *> live;
 
 kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device) :
     device(device), config(draft.config), model(draft.model), calibration(draft.calibration), scratch(device) {
-    size_t nb = 0;
+    size_t nb = 0, nb_on_host = 0;
     for (const kvq_draft_layer & d : draft.layers) {
+        nb_on_host += d.k.bytes_on_host() + d.v.bytes_on_host();
         for (const kvq_lane_layout * l : { &d.k, &d.v }) {
             const size_t nb_lane = l->bytes_codes + l->bytes_params + l->bytes_window - l->bytes_on_host();
             nb += kvq_pad(nb_lane + 1, KVQ_ALIGN_SLAB);
@@ -23,7 +27,14 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device) :
         const size_t n_slots = d.k.evicts ? (size_t) d.n_stream * d.k.n_store * d.k.page_cells : 0;
         nb += kvq_pad(4 * n_slots * d.k.n_head, KVQ_ALIGN_SLAB); // maps
     }
-    device.reserve(nb);
+    // memory that stays in RAM: with the last of it the system would end some program
+    if (nb_on_host && kvq_host_available() < nb_on_host + nb_on_host / 8 + HOST_KEEPS) {
+        missing = std::to_string(nb_on_host >> 20) +
+            " MiB of blocks shall lie in the host's memory (place), which has " +
+            std::to_string(kvq_host_available() >> 20) + " MiB left: lower -c, or take fewer bits";
+        is_ok = false;
+    }
+    if (is_ok) { device.reserve(nb); }
     for (const kvq_draft_layer & d : draft.layers) { bytes_far += d.k.bytes_far + d.v.bytes_far; }
     for (const kvq_draft_layer & d : draft.layers) {
         layers.emplace_back(new kvq_kv_layer);
@@ -90,9 +101,9 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     l.v.reset(
         new kvq_lane(l.d.v, true, l.d.v.shares_codes ? prev->v.get() : nullptr, &l.spans, &scratch, &counters, device));
     if (!l.k->ok() || !l.v->ok()) {
-        if (l.d.k.on_host) {
-            missing = "no memory of the host for the blocks of " + std::to_string(layers.size()) +
-                " layers (place): lower -c, or take fewer bits";
+        if (l.k->lacks_host() || l.v->lacks_host()) {
+            missing = "layer " + std::to_string(l.d.il) +
+                ": no memory of the host could be pinned for its blocks (place): raise `ulimit -l`, or lower -c";
         }
         return false;
     }

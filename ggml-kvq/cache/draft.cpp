@@ -197,21 +197,28 @@ bool kvq_is_part(const kvq_model_info & model, const kvq_draft_layer & d) {
     return !d.latent && whole && d.n_embd_k != windowed && d.n_embd_k < whole;
 }
 
-// Of the layer's sealed blocks. What auto decides for its keys holds for its values.
+// Of the layer's sealed blocks. What auto decides for its keys holds for its values, and from the first layer on the
+// host all others lie there. Room is kept for what a device needs besides blocks: windows and tables of the layers to
+// come, taken to be as this one, and f16 rows of a layer, through which prompts are read (twice where means are added).
 kvq_place kvq_cache_draft::place_of(kvq_draft_layer & d) {
     if (!beside_host) { return kvq_place::DEVICE; }
     if (d.plan.place != kvq_place::AUTO) { return d.plan.place; }
-    if (d.place == kvq_place::AUTO) {
-        size_t nb = 0, nb_blocks = 0;
-        for (const bool value : { false, true }) {
-            const kvq_lane_layout l =
-                kvq_make_lane_layout(d.plan, value, d.latent ? 1 : d.shape.n_head_kv, d.n_cells, d.n_stream);
-            nb += l.bytes();
-            nb_blocks += l.bytes_codes + l.bytes_params;
-        }
-        d.place = nb <= room ? kvq_place::DEVICE : kvq_place::HOST;
-        room -= std::min(room, d.place == kvq_place::HOST ? nb - nb_blocks : nb);
+    if (d.place != kvq_place::AUTO) { return d.place; }
+    size_t nb = 0, nb_blocks = 0, nb_rows = 0;
+    bool changed = false;
+    for (const bool value : { false, true }) {
+        const kvq_lane_layout l =
+            kvq_make_lane_layout(d.plan, value, d.latent ? 1 : d.shape.n_head_kv, d.n_cells, d.n_stream);
+        nb += l.bytes();
+        nb_blocks += l.bytes_codes + l.bytes_params;
+        nb_rows += 2 * (size_t) l.n_head * l.codec.head_size * d.n_cells;
+        changed = changed || l.centred || l.turned;
     }
+    const int n_after = std::max(model.n_attention() - (int) layers.size(), 0);
+    const size_t besides = (size_t) n_after * (nb - nb_blocks) + (changed ? 2 : 1) * nb_rows;
+    const bool before_lie_there = layers.size() > 1 && layers[layers.size() - 2].place == kvq_place::HOST;
+    d.place = !before_lie_there && nb + besides <= room ? kvq_place::DEVICE : kvq_place::HOST;
+    room -= std::min(room, d.place == kvq_place::HOST ? nb - nb_blocks : nb);
     return d.place;
 }
 

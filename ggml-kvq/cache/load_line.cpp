@@ -87,11 +87,12 @@ static std::string words_of_place(const std::vector<std::unique_ptr<kvq_kv_layer
         n += l->d.k.on_host || l->d.v.on_host;
         bytes += (double) (l->d.k.bytes_on_host() + l->d.v.bytes_on_host());
     }
-    const double speed = n && !device.is_host() ? device.host_speed() : 0.0;
-    if (speed <= 0) { return ""; }
-    char text[160];
-    snprintf(text, sizeof(text), " lie in the host's memory, %.2f MiB: of a full cache a token reads them in %.1f ms",
-        bytes / 1048576.0, 1e3 * bytes / speed);
+    if (!n || device.is_host()) { return ""; }
+    char text[160], cost[64] = "";
+    if (const double speed = device.host_speed()) {
+        snprintf(cost, sizeof(cost), ": of a full cache a token reads them in %.1f ms", 1e3 * bytes / speed);
+    }
+    snprintf(text, sizeof(text), " lie in the host's memory, %.2f MiB%s", bytes / 1048576.0, cost);
     return "; blocks of " + n_layers(n) + text;
 }
 

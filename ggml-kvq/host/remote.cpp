@@ -108,6 +108,7 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
     if (last >= shape.il) {
         return name + " comes after layer " + std::to_string(last) + ": layers of a cache must be in order";
     }
+    found.draft.beside_host = b.inner != nullptr; // place=auto: what the card has left was not asked before
     if (!found.draft.add_known(shape, latent, (int) kr->ne[1], (int) kr->ne[2])) { return found.draft.error(); }
     const kvq_draft_layer & d = found.draft.layers.back();
     if (b.inner) {

@@ -21,12 +21,11 @@ namespace {
 // ---------------------------------------------------------------- threads
 
 // A build of ggml without OpenMP starts threads for each graph unless it is given a pool. One pool for each number of
-// threads serves all contexts of the process, one graph at a time; whoever finds them in use goes without. A pool stays
-// with its backend: to take it away is to put its threads to sleep, and waking them takes 4 % of a short step.
+// threads serves all contexts of the process, one graph at a time; whoever finds them in use goes without. Between
+// graphs the threads sleep. Waking them takes 3 % of a short step; awake they would share the cores with the program,
+// which costs node-llama-cpp 10 %.
 class thread_pools {
 public:
-    static constexpr uint32_t GGML_POLL = 50; // ggml's own number
-
     // for the graph that is computed while `lock` is held; NULL: none is to be had
     ggml_threadpool * get(ggml_backend_reg_t cpu, int n, std::unique_lock<std::mutex> & lock) {
         lock = std::unique_lock<std::mutex>(in_use, std::try_to_lock);
@@ -37,8 +36,7 @@ public:
         if (found != pools.end()) { return found->second; }
         ggml_threadpool_params params = {};
         init(&params, n);
-        // a thread without work spins for about a tenth of ggml's 0.3 s: saving a state shares the cores with it
-        if (params.poll == GGML_POLL) { params.poll = GGML_POLL / 10; }
+        params.poll = 0;
         return pools[n] = params.n_threads == n ? make(&params) : nullptr; // the structure is as we know it
     }
 
@@ -71,7 +69,7 @@ ggml_status compute(kvq_backend_context & b, ggml_cgraph * graph) {
     const auto set_abort = (ggml_backend_set_abort_callback_t) of_reg("ggml_backend_set_abort_callback");
     if (set_threads) { set_threads(cpu, b.n_threads); }
     if (set_abort) { set_abort(cpu, b.abort, b.abort_data); }
-    if (pool) { set_pool(cpu, pool); } // one of another number of threads goes to sleep
+    if (pool) { set_pool(cpu, pool); }
     return cpu->iface.graph_compute(cpu, graph);
 }
 

@@ -82,6 +82,7 @@ public:
     kvq_lane & operator=(const kvq_lane &) = delete;
 
     bool ok() const { return memory != nullptr; } // false: out of memory
+    bool lacks_host() const { return nb_on_host && !host_memory; }
     const kvq_lane_layout & layout() const { return l; }
     bool is_value() const { return value; }
     void add(kvq_policy * p) { policies.push_back(p); } // before anything is written

@@ -124,7 +124,8 @@ def planner(method: str, opts: str, n_layer: int) -> Plan:
     from . import methods
     from .core import kvstats, native
 
-    on_host = kvstats.option(opts, "place") in ("", "host")  # far rows take the same memory; those of a file do not
+    # far rows take the same memory; those of a file, which specache's option place names, do not
+    on_host = method != "specache" or kvstats.option(opts, "place") in ("", "host")
 
     def plan(shapes: list[Shape], n_cells: int, n_stream: int, whole: Whole = ([], 0)) -> int:
         size: dict[str, Any] = {"n_layer_model": n_layer, "n_stream": n_stream, "whole": whole}

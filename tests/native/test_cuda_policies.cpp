@@ -348,8 +348,7 @@ int main(int argc, char ** argv) {
     attention({ "zipcache", "interval=96,salient=0.33,hi=3,lo=1,scales=f16,window=40", 64, 1, 16, 2, 300, 1, 20.0f, 0,
         false });
     for (int torn : { 1, 2, 3 }) { attention({ "zipcache", "", 64, 2, 4, 1, 350, 1, 0, 0, false, torn }); }
-    attention(
-        { "minikv", "window=32,place=host", 64, 1, 2, 1, 200, 1, 0, 0, false }); // few cells for few multiprocessors
+    attention({ "minikv", "window=32,place=host", 64, 1, 2, 1, 200, 1, 0, 0, false }); // few cells, few blocks
     attention({ "minikv", "scales=f16,window=32", 128, 1, 1, 1, 250, 1, 0, 8.0f, true });
     // several tokens of one cache: blocks of rows walk the pages that they see (cuda/walk/seen.cuh)
     const int64_t n_listed = d.n_listed;

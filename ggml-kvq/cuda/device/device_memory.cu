@@ -1,7 +1,6 @@
 // kvq_cuda_device as a space: memory, and copies from and to the host.
 #include "device.h"
-
-#include "base/host_memory.h"
+#include "engine/host.h"
 
 #include <cuda_runtime.h>
 
@@ -39,8 +38,7 @@ void * kvq_cuda_device::alloc(size_t nb) {
 }
 
 void * kvq_cuda_device::alloc_host(size_t nb) {
-    if (!use() || kvq_host_available() < nb + nb / 4) { return nullptr; } // else the system would end some program
-    void * p = pinned.alloc(nb);
+    void * p = use() ? pinned.alloc(nb) : nullptr;
     if (p) { memset(p, 0, nb); }
     return p;
 }
@@ -94,7 +92,12 @@ void kvq_cuda_device::zero(void * p, size_t nb) {
 void kvq_cuda_device::copy(void * to, const void * from, size_t nb) {
     use();
     n_copied++;
-    // far rows too, which lie on the host
+    if (pinned.holds(to) && pinned.holds(from)) { // CUDA does not say that such a copy waits for kernels
+        synchronize();
+        memcpy(to, from, nb);
+        return;
+    }
+    // far rows and blocks too, which lie on the host
     check(cudaMemcpyAsync(
               to, from, nb, pinned.empty() ? cudaMemcpyDeviceToDevice : cudaMemcpyDefault, (cudaStream_t) stream),
         "cudaMemcpyAsync");
@@ -114,12 +117,21 @@ void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
 // pageable memory is staged before the call returns: the host bytes may go at once
 void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
     use();
-    const cudaMemcpyKind kind = pinned.holds(to) ? cudaMemcpyDefault : cudaMemcpyHostToDevice;
-    check(cudaMemcpyAsync(to, host, nb, kind, (cudaStream_t) stream), "cudaMemcpyAsync");
+    if (pinned.holds(to)) {
+        synchronize();
+        memcpy(to, host, nb);
+        return;
+    }
+    check(cudaMemcpyAsync(to, host, nb, cudaMemcpyHostToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
 }
 
 void kvq_cuda_device::put_all(const kvq_copy_job * jobs, size_t n, int n_threads) {
     use();
+    if (n && pinned.holds(jobs[0].to)) { // blocks of a lane, which lie on the host together
+        synchronize();
+        kvq_cpu_copy_all(jobs, n, n_threads);
+        return;
+    }
     if (staging.put(*this, jobs, n, n_threads, stream)) { return; }
     cudaGetLastError();
     kvq_space::put_all(jobs, n, n_threads);

@@ -45,7 +45,8 @@ bool kvq_staging::put(const kvq_space & space, const kvq_copy_job * jobs, size_t
         bool ok = cudaEventSynchronize((cudaEvent_t) left[now]) == cudaSuccess;
         kvq_cpu_copy_all(in.data(), in.size(), n_threads);
         for (const kvq_copy_job & x : out) {
-            ok = ok && cudaMemcpyAsync(x.to, x.from, x.nb, cudaMemcpyDefault, (cudaStream_t) stream) == cudaSuccess;
+            ok =
+                ok && cudaMemcpyAsync(x.to, x.from, x.nb, cudaMemcpyHostToDevice, (cudaStream_t) stream) == cudaSuccess;
         }
         ok = ok && cudaEventRecord((cudaEvent_t) left[now], (cudaStream_t) stream) == cudaSuccess;
         in.clear();

@@ -403,6 +403,8 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         user = User(flags.rest, {k: v for k, v in environ.items() if k not in host_env}, reads_env=True)
         chosen = _resolved(flags, environ, header)
     notes: list[str] = [chosen.note] if chosen.note else []
+    if host_env:
+        notes.append("-nkvo is read as --kv-opt place=host: what is not this cache stays on the device")
     counts = flags.bits or flags.budget
     measured = models[-1] if models and not serves else ""
     if counts:  # what cannot be met is refused before anything is measured
