@@ -31,13 +31,18 @@ struct room { // of a thread
         return r[last];
     }
 
+    // The view for match_lattice. Its table takes a tenth of a second to make, and decoding does without it.
+    const kvq_lattice_view & for_match() {
+        if (lattice.d == 2 && !lattice.pairs) { lattice.pairs = kvq_lattice_pairs(codec); }
+        return lattice;
+    }
+
 private:
     void make(const kvq_codec & c) {
         memcpy(&codec, &c, sizeof(c));
         size_t nb;
         if (c.type == KVQ_TYPE_LATTICE) {
             lattice = kvq_lattice_make_view(c);
-            lattice.pairs = kvq_lattice_pairs(c);
             nb = kvq_lattice_encode_bytes(lattice);
         } else {
             affine = kvq_make_view(c);
@@ -168,8 +173,8 @@ void assign_lattice(const kvq_codec & c, const uint16_t * rows, void * codes, co
             from = own.data();
         }
         room & r = room::of(h.codec);
-        kvq_get_kernels().match_lattice(
-            r.lattice, from, nullptr, (uint8_t *) codes + h.codes, (const uint8_t *) params + h.params, r.work.data());
+        kvq_get_kernels().match_lattice(r.for_match(), from, nullptr, (uint8_t *) codes + h.codes,
+            (const uint8_t *) params + h.params, r.work.data());
     }
 }
 
@@ -304,7 +309,7 @@ bool kvq_cpu_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low,
     if (c.type == KVQ_TYPE_LATTICE) {
         if (c.split) { return match_halves(c, rows, keep, codes, params); }
         room & r = room::of(c);
-        return kvq_get_kernels().match_lattice(r.lattice, rows, keep.of.data(), codes, params, r.work.data());
+        return kvq_get_kernels().match_lattice(r.for_match(), rows, keep.of.data(), codes, params, r.work.data());
     }
     if (!params_are_finite(c, params)) { return reference(c).match(c, rows, low, shared, codes, params); }
     room & r = room::of(c);
