@@ -61,7 +61,7 @@ bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) 
         before = last_one;
     }
     reset();
-    room = free_there;
+    room = SIZE_MAX;
     const bool fitting = !declared.is_f16() && declared.is_served();
     const std::string instead = fitting ? options_for(declared, n_cells) : "";
     if ((for_draft ? kvq_config_draft(config, model, err) : kvq_config_current(config, model, err, instead)) !=
@@ -204,6 +204,7 @@ kvq_place kvq_cache_draft::place_of(kvq_draft_layer & d) {
     if (!beside_host) { return kvq_place::DEVICE; }
     if (d.plan.place != kvq_place::AUTO) { return d.plan.place; }
     if (d.place != kvq_place::AUTO) { return d.place; }
+    if (room == SIZE_MAX && free_there) { room = free_there(); }
     size_t nb = 0, nb_blocks = 0, nb_rows = 0;
     bool changed = false;
     for (const bool value : { false, true }) {

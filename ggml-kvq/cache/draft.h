@@ -7,6 +7,7 @@
 #include "declared.h"
 #include "policy/compose.h"
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -64,10 +65,10 @@ public:
     // no channels are shared. False with error() set.
     bool add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream);
 
-    bool beside_host = false;     // the device has memory of its own, and option place tells whose blocks take
-    size_t free_there = SIZE_MAX; // bytes of it that a cache may take
-    bool for_draft = false;       // of a draft model: its own configuration
-    std::string fitted_to;        // the declared type that chose the method, "": a method was named
+    bool beside_host = false;           // the device has memory of its own, and option place tells whose blocks take
+    std::function<size_t()> free_there; // bytes of it that a cache may take, asked by place=auto alone; empty: enough
+    bool for_draft = false;             // of a draft model: its own configuration
+    std::string fitted_to;              // the declared type that chose the method, "": a method was named
     // of the layers for multi-token prediction, which draft for the model that they are part of
     bool predicts = false;
     kvq_config config;
@@ -81,7 +82,7 @@ public:
 private:
     bool begin(int il, int n_cells, const kvq_declared & declared);
     kvq_place place_of(kvq_draft_layer & d);
-    size_t room = SIZE_MAX; // bytes of free_there that layers before the next one leave
+    size_t room = SIZE_MAX; // what layers before the next one leave of free_there; SIZE_MAX: not asked yet
     size_t plan_lane(kvq_draft_layer & d, bool value, int n_embd);
     bool takes(const kvq_draft_layer & d, bool value, const kvq_declared & declared);
     bool fits(const kvq_draft_layer & d, bool value, const kvq_lane_layout & l);

@@ -290,7 +290,9 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
     kvq_cache_draft & draft = dev.creation().draft;
     draft.for_draft = dev.for_draft;
     draft.beside_host = dev.inner != nullptr;
-    if (dev.inner) { draft.free_there = room_on(dev.inner); }
+    if (dev.inner) {
+        draft.free_there = [inner = dev.inner] { return room_on(inner); };
+    }
     const kvq_declared declared = { ggml_type_name(tensor->type), (int) ggml_blck_size(tensor->type),
         ggml_type_size(tensor->type) };
     size_t nb = std::max<size_t>(

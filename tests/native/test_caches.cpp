@@ -33,7 +33,7 @@ static kvq_cache_draft asked(const char * method, const char * opts, const keys 
     kvq_cache_draft d;
     d.for_draft = for_draft;
     d.beside_host = room > 0;
-    d.free_there = room;
+    d.free_there = [=] { return room; };
     for (int il = first; il < last; il++) {
         d.add(("cache_k_l" + std::to_string(il)).c_str(), width_k, 512, 1, {});
         if (width_v) { d.add(("cache_v_l" + std::to_string(il)).c_str(), width_v, 512, 1, {}); }

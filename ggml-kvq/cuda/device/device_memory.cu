@@ -37,11 +37,7 @@ void * kvq_cuda_device::alloc(size_t nb) {
     return p;
 }
 
-void * kvq_cuda_device::alloc_host(size_t nb) {
-    void * p = use() ? pinned.alloc(nb) : nullptr;
-    if (p) { memset(p, 0, nb); }
-    return p;
-}
+void * kvq_cuda_device::alloc_host(size_t nb) { return use() ? pinned.alloc(nb) : nullptr; }
 
 // A copy goes as fast as kernels that read there: both are bound by the bus.
 double kvq_cuda_device::host_speed() {

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstring>
 #include <sys/mman.h>
 #include <system_error>
 #include <thread>
@@ -57,6 +58,7 @@ void * kvq_pinned_memory::alloc(size_t nb) {
             cudaGetLastError();
             return nullptr;
         }
+        memset(p, 0, nb);
     }
     blocks[(const uint8_t *) p] = b;
     return p;

@@ -11,8 +11,8 @@ public:
     ~kvq_pinned_memory();
     kvq_pinned_memory(const kvq_pinned_memory &) = delete;
     kvq_pinned_memory & operator=(const kvq_pinned_memory &) = delete;
-    // NULL: out of memory. In pages of 2 MiB, where the system has them, that several threads have touched before they
-    // are pinned: 64 MiB take 6 to 14 ms so, and 30 of cudaHostAlloc, in which no kernel can be launched.
+    // Zeros; NULL: out of memory. In pages of 2 MiB, where the system has them, that several threads have touched
+    // before they are pinned: 64 MiB take 6 to 14 ms so, and 30 of cudaHostAlloc, in which no kernel can be launched.
     void * alloc(size_t nb);
     bool free(void * p); // false: not from here
     bool holds(const void * p) const { return left(p) > 0; }
