@@ -6,6 +6,8 @@
 #include "layout.h"
 #include "cache/cache.h"
 
+#include <atomic>
+
 struct kvq_creation {
     kvq_cache_draft draft; // of the cache whose sizes ggml is asking for
     struct asked {
@@ -30,6 +32,9 @@ struct kvq_device_context {
     ggml_backend_dev_t inner = nullptr;
     int ordinal = 0;        // of the inner device
     bool for_draft = false; // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
+    // A layer or a cache was offered. Until then a CPU device takes no node of others: its scheduler would cut a graph
+    // whose layers are all elsewhere (-ngl 0) at each norm, which llama.cpp gives to the layer's own device.
+    std::atomic<bool> used{ false };
     // What ggml asks of this device while a context is made, call after call in one thread: other threads may make
     // theirs meanwhile.
     kvq_creation & creation() const;

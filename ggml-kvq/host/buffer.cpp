@@ -270,6 +270,7 @@ static size_t room_on(ggml_backend_dev_t inner) {
 
 static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     kvq_device_context & dev = device_of(buft);
+    dev.used = true;
     const size_t nb_upstream = ggml_backend_buft_get_alloc_size(upstream_type(dev), tensor);
     if (!is_memory(tensor) || kvq_parse_cache_name(tensor->name).il < 0 ||
         !kvq_parse_cache_name(tensor->name).tag.empty()) {

@@ -49,7 +49,7 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     kvq_target t = kvq_find_target(op);
     if (!t.ours) { kvq_learn_part(dev, op); }
     if (kvq_is_view_op(op->op)) {
-        return others || t.ours || (!op->buffer && !op->view_src) ||
+        return (others && (dev.inner || dev.used)) || t.ours || (!op->buffer && !op->view_src) ||
             (op->view_src && kvq_buft_is_ours(op->view_src->buffer ? op->view_src->buffer->buft : nullptr)) ||
             (op->buffer && kvq_buft_is_ours(op->buffer->buft) && op->buffer->size);
     }
@@ -59,11 +59,11 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
         // a weight offered in our own type belongs in the other device's
         bool placing = false;
         for (int i = 0; i < GGML_MAX_SRC && others; i++) {
-            placing = placing ||
-                (op->src[i] && op->src[i]->buffer && !op->src[i]->buffer->size &&
-                    kvq_buft_is_ours(op->src[i]->buffer->buft));
+            const bool offered = op->src[i] && op->src[i]->buffer && !op->src[i]->buffer->size;
+            placing = placing || (offered && kvq_buft_is_ours(op->src[i]->buffer->buft));
+            dev.used = dev.used || placing || (offered && kvq_is_over_devices(op->src[i]));
         }
-        return others && !placing && takes(others, op, !dev.inner);
+        return others && !placing && (dev.inner || dev.used) && takes(others, op, !dev.inner);
     }
     if (!t.cache) { // a size query: what is read in the end is known once the cache is there
         return true;
