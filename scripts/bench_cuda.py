@@ -7,6 +7,7 @@
     scripts/bench_cuda.py --batch build/bench_batch --lib build/lib [--loads drafts sequences mixed] [--rounds 3]
     scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --cards 2 --split tensor
     scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --place host --only f16 kivi-2 --depths 8192
+    scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --cpu-layers 17 --depths 8192 32768
 
 A shape is query heads / KV heads x channels of a head, of a Llama; with hybrid: every fourth layer is attention and
 the others are short convolutions (LFM2). Width, feed-forward width and layers stay those of the 8B shape.
@@ -237,6 +238,14 @@ def main() -> None:
     p.add_argument(
         "--place", choices=["device", "host"], default="device", help="host: our blocks there; upstream with -nkvo"
     )
+    p.add_argument(
+        "--cpu-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the first N on the CPU: upstream's -ngl, our launcher's -ot",
+    )
+    p.add_argument("-t", "--threads", type=int, default=os.cpu_count(), help="of the CPU, with --cpu-layers")
     p.add_argument("--timeout", type=float, default=120)
     a = p.parse_args()
     if not (a.bench or a.batch or a.kernels):
@@ -280,6 +289,14 @@ def devices_of(a: argparse.Namespace, device: str) -> str:
     """CUDA0 or KVQ0, and the same of the other cards, as the programs take it."""
     names = ",".join(f"{device.rstrip('0')}{i}" for i in range(a.cards))
     return names + (":tensor" if a.split == "tensor" else "")
+
+
+def on_cpu(a: argparse.Namespace, ours: bool) -> str:
+    """Argument of bench_depth that leaves the first layers to the CPU. Ours keeps their caches on the device."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+    from ggml_kvq import cpu_layers
+
+    return f"ot={cpu_layers.weights_of(a.cpu_layers)}" if ours else f"ngl={a.layers + 1 - a.cpu_layers}"
 
 
 def environment(a: argparse.Namespace, cache: Cache, model: Path, sidecar: Path) -> dict[str, str]:
@@ -348,6 +365,8 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[Cache], model:
                 env = environment(a, (name, device, cache_type, method, opts), model, sidecar)
                 command = [str(a.bench), str(model), devices_of(a, device), ",".join(map(str, depths)), str(a.generate)]
                 command += [cache_type, *(["nkvo"] if a.place == "host" and not method else [])]
+                if a.cpu_layers:
+                    command += [f"t={a.threads}", on_cpu(a, bool(method))]
                 try:
                     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=a.timeout)
                 except subprocess.TimeoutExpired:

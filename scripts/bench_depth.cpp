@@ -1,7 +1,8 @@
 // Generation and prompt speed behind a filled cache, without saving states in between. A prompt of the first depth,
 // 2048 tokens at most, and a token go before what is timed: kernels are loaded when they first run.
-//   bench_depth MODEL DEVICE[,DEVICE...][:tensor] DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0] [nkvo]
-// nkvo: llama.cpp's -nkvo, its cache in the host's memory, where the CPU computes attention.
+//   bench_depth MODEL DEVICE[,DEVICE...][:tensor] DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0] [OPTION...]
+// nkvo: llama.cpp's -nkvo, its cache in the host's memory, where the CPU computes attention. ngl=N: llama.cpp's -ngl,
+// the last N layers (the output is one) on the device. ot=REGEX: llama.cpp's -ot REGEX=CPU. t=N: threads.
 // prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, its median and
 // longest step in ms (pages seal in some), and in MiB what the first device's free memory fell by from behind the
 // model's load to the end, and llama.cpp's KV and compute buffers there
@@ -39,7 +40,8 @@ static double now() {
 
 int main(int argc, char ** argv) {
     if (argc < 5) {
-        fprintf(stderr, "usage: bench_depth MODEL DEVICE DEPTH N_GEN [f16|q8_0|q4_0] [nkvo]\n");
+        fprintf(
+            stderr, "usage: bench_depth MODEL DEVICE DEPTH N_GEN [f16|q8_0|q4_0] [nkvo] [ngl=N] [ot=REGEX] [t=N]\n");
         return 2;
     }
     std::vector<int> depths;
@@ -50,6 +52,19 @@ int main(int argc, char ** argv) {
     std::vector<ggml_backend_dev_t> devices;
     llama_model_params mp = llama_model_default_params();
     if (!bench_devices(argv[2], devices, mp)) { return 1; }
+    bool nkvo = false;
+    int n_threads = 0, n_gpu_layers = -1;
+    const char * regex = nullptr;
+    for (int i = 6; i < argc; i++) {
+        nkvo = nkvo || !strcmp(argv[i], "nkvo");
+        if (!strncmp(argv[i], "ngl=", 4)) { n_gpu_layers = atoi(argv[i] + 4); }
+        if (!strncmp(argv[i], "ot=", 3)) { regex = argv[i] + 3; }
+        if (!strncmp(argv[i], "t=", 2)) { n_threads = atoi(argv[i] + 2); }
+    }
+    const llama_model_tensor_buft_override on_cpu[] = { { regex, ggml_backend_cpu_buffer_type() },
+        { nullptr, nullptr } };
+    if (regex) { mp.tensor_buft_overrides = on_cpu; }
+    if (n_gpu_layers >= 0) { mp.n_gpu_layers = n_gpu_layers; }
     llama_model * model = llama_model_load_from_file(argv[1], mp);
     if (!model) { return 1; }
     const double before = mib_free(devices[0]);
@@ -62,7 +77,8 @@ int main(int argc, char ** argv) {
     cp.type_k = cp.type_v = !strcmp(type, "q8_0") ? GGML_TYPE_Q8_0
         : !strcmp(type, "q4_0")                   ? GGML_TYPE_Q4_0
                                                   : GGML_TYPE_F16;
-    cp.offload_kqv = argc < 7 || strcmp(argv[6], "nkvo");
+    cp.offload_kqv = !nkvo;
+    if (n_threads) { cp.n_threads = cp.n_threads_batch = n_threads; }
     llama_context * ctx = llama_init_from_model(model, cp);
     if (!ctx) { return 1; }
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));

@@ -308,7 +308,8 @@ def test_a_server_declares_the_smallest_type_that_holds_the_method() -> None:
     assert declares("llama-server", "--kv-method", "kivi", "--kv-opt", "declare=f16") == []
     for method in ("f16", "minikv", "specache"):  # their states hold rows of f16
         assert declares("llama-server", "--kv-method", method) == []
-    assert declares("llama-server", "--kv-method", "kivi", "-ngl", "8") == []  # others would be q4_0 of llama.cpp
+    assert declares("llama-server", "--kv-method", "kivi", "-ngl", "8") == q4  # no layer is llama.cpp's
+    assert declares("llama-server", "--kv-method", "kivi", "-ot", "ffn=CPU") == []
     assert declares("llama-cli", "--kv-method", "kivi") == []
     assert declares("llama-cli", "--kv-method", "kivi", "--kv-opt", "declare=auto") == q4
     assert declares("llama-cli", "--kv-method", "kivi", "--kv-opt=declare=q8_0")[1] == "q8_0"

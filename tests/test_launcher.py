@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -255,6 +256,27 @@ def test_partial_offload_is_said(demo_model: Path) -> None:
     got = launcher.command("llama-cli", ["-m", str(demo_model), "--kv-method", "f16", "-ngl", "5"], {})
     assert "8 of 12 layers" in got.notes[0]
     assert not launcher.command("llama-cli", ["-m", str(demo_model), "--kv-method", "f16", "-ngl", "13"], {}).notes
+
+
+def test_layers_of_the_cpu_keep_our_cache(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["-m", str(demo_model), "--kv-method", "kivi"]
+    for more, env in (["-ngl", "5"], {}), ([], {"LLAMA_ARG_N_GPU_LAYERS": "5"}):
+        got = launcher.command("llama-cli", [*argv, *more], env)
+        assert "weights of 8 of 12 layers stay on the CPU, caches of all layers on KVQ0" in got.notes[0]
+        assert "-ngl" not in got.args and got.env["LLAMA_ARG_N_GPU_LAYERS"] is None
+    assert "-ctk" in launcher.command("llama-server", [*argv, "-ngl", "5"], {}).args  # no layer is llama.cpp's
+    monkeypatch.setattr(refusals, "on_gpu", lambda: True)
+    for program in "llama-cli", "llama-bench":
+        got = launcher.command(program, [*argv, "-ngl", "5"], {})
+        regex = got.args[got.args.index("-ot") + 1]
+        assert got.args[got.args.index("-ngl") + 1] == "99999" and "place=auto" in (got.env["KVQ_OPTS"] or "")
+        pattern = re.compile(regex.removesuffix("=CPU"))
+        assert pattern.search("blk.0.attn_q.weight") and pattern.search("blk.7.ffn_gate_exps.weight")
+        assert not any(map(pattern.search, ("blk.7.attn_norm.weight", "blk.8.attn_q.weight", "blk.71.ffn_up.weight")))
+    held = launcher.command("llama-cli", [*argv, "-ngl", "5", "--kv-opt", "place=device"], {})
+    assert held.env["KVQ_OPTS"] == "place=device"
+    lists = launcher.command("llama-bench", [*argv, "-ngl", "5,99"], {})
+    assert "8 of 12 layers keep llama.cpp's own f16 cache" in lists.notes[0] and "-ot" not in lists.args
 
 
 def test_foreign_backend_path_is_said() -> None:

@@ -501,9 +501,14 @@ def test_layers_that_a_method_does_not_get_are_named(demo_model: Path) -> None:
     with pytest.raises(ggml_kvq.MethodError, match="n_gpu_layers=0 leaves the KV cache of every layer"):
         Model(demo_model, "kivi", n_ctx=256, n_threads=1, n_gpu_layers=0)
     with pytest.warns(UserWarning, match="n_gpu_layers=3: 10 of 12 layers keep llama.cpp's own f16 cache"):
-        m = Model(demo_model, "kivi", n_ctx=256, n_threads=1, n_gpu_layers=3)
+        m = Model(demo_model, "f16", n_ctx=256, n_threads=1, n_gpu_layers=3)
     with m:
         assert m.kv_stats()["n_layer"] == 2
+    with Model(demo_model, "kivi", n_ctx=256, n_threads=1, n_gpu_layers=3) as m:
+        assert m.kv_stats()["n_layer"] == 12  # weights of ten layers stay on the CPU, their caches do not
+        text = "".join(m.generate("The file", max_tokens=8, temperature=0))
+    with Model(demo_model, "kivi", n_ctx=256, n_threads=1) as m:
+        assert "".join(m.generate("The file", max_tokens=8, temperature=0)) == text
 
 
 @pytest.mark.parametrize("command", ["ggml_kvq.cli", "ggml_kvq"])

@@ -197,28 +197,13 @@ def test_sizes_of_tokens() -> None:
 
 
 def test_the_load_line_counts_the_layers(demo_model: Path) -> None:
-    done = launch(
-        "llama-completion",
-        "-m",
-        str(demo_model),
-        "-no-cnv",
-        "-n",
-        "1",
-        "-p",
-        "hi",
-        "-c",
-        "512",
-        "--kv-method",
-        "kivi",
-        "-ngl",
-        "9",
-    )
-    assert re.search(r"ggml-kvq: kivi, .*; 8 of 12 layers", done.stderr), done.stderr[-2000:]
-    done = launch(
-        "llama-completion", "-m", str(demo_model), "-no-cnv", "-n", "1", "-p", "hi", "-c", "512", "--kv-method", "kivi"
-    )
-    assert "of 12 layers" not in done.stderr and "512 tokens, device KVQ0" in done.stderr
-    assert "no page was sealed" in done.stderr
+    argv = ["-m", str(demo_model), "-no-cnv", "-n", "1", "-p", "hi", "-c", "512", "--kv-method"]
+    done = launch("llama-completion", *argv, "f16", "-ngl", "9")
+    assert re.search(r"ggml-kvq: f16, .*; 8 of 12 layers", done.stderr), done.stderr[-2000:]
+    for more in [], ["-ngl", "9"]:  # the caches of a method that saves memory stay together
+        done = launch("llama-completion", *argv, "kivi", *more)
+        assert "of 12 layers;" not in done.stderr and "512 tokens, device KVQ0" in done.stderr
+        assert "no page was sealed" in done.stderr
 
 
 # ------------------------------------------------------------------ devices

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import budget, cpus, default_means, gguf_header, memory, progress, resolver
+from .. import budget, cpu_layers, cpus, default_means, gguf_header, memory, progress, resolver
 from ..errors import ArgumentTypeError, BudgetError, DecodeError, KvqError, MethodError, ModelError, TextError
 from . import choices, llama, native
 from .kvstats import UPSTREAM
@@ -70,12 +70,23 @@ def check_layers(kv_method: str | None, n_gpu_layers: int | None, n_layer: int) 
             f"n_gpu_layers=0 leaves the KV cache of every layer to llama.cpp, so kv_method={kv_method} would not be"
             " used: drop n_gpu_layers"
         )
-    if 0 < n_gpu_layers <= n_layer:
+    if kv_method == cpu_layers.EXACT and 0 < n_gpu_layers <= n_layer:
         warnings.warn(
             f"n_gpu_layers={n_gpu_layers}: {n_layer + 1 - n_gpu_layers} of {n_layer} layers keep llama.cpp's own f16"
-            " cache, which kv_stats() does not count; drop n_gpu_layers to compress all",
+            " cache, which kv_stats() does not count; drop n_gpu_layers to keep all in ours",
             stacklevel=4,
         )
+
+
+def weights_on_cpu(path: Path, kv_method: str | None, n_gpu_layers: int | None) -> str:
+    """Regular expression of the weights that n_gpu_layers leaves to the CPU, while a method has the caches of all
+    layers; "": those of whole layers, as llama.cpp does it.
+    """
+    if kv_method in (None, cpu_layers.EXACT) or n_gpu_layers is None or n_gpu_layers <= 0:
+        return ""
+    n_layer = cpu_layers.n_layer(gguf_header.read(path).fields)
+    left = cpu_layers.on_cpu(n_gpu_layers, n_layer) if n_layer else 0
+    return cpu_layers.weights_of(left) if left else ""
 
 
 def threads(value: Any) -> int:

@@ -53,10 +53,14 @@ GGML_TYPES = {
 DECLARED = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")  # types that a cache of ours can be declared in
 
 
+class llama_model_tensor_buft_override(Structure):
+    _fields_ = [("pattern", c_char_p), ("buft", c_void_p)]
+
+
 class llama_model_params(Structure):
     _fields_ = [
         ("devices", POINTER(c_void_p)),
-        ("tensor_buft_overrides", c_void_p),
+        ("tensor_buft_overrides", POINTER(llama_model_tensor_buft_override)),
         ("n_gpu_layers", c_int32),
         ("split_mode", c_int),
         ("load_mode", c_int),
@@ -168,6 +172,7 @@ FUNCTIONS: list[tuple[str, str, Any, list[Any]]] = [
     ("base", "ggml_type_size", c_size_t, [c_int]),
     ("base", "ggml_blck_size", ctypes.c_int64, [c_int]),
     ("base", "ggml_backend_dev_name", c_char_p, [_P]),
+    ("base", "ggml_backend_cpu_buffer_type", _P, []),
     ("base", "ggml_backend_dev_description", c_char_p, [_P]),
     ("base", "ggml_backend_dev_type", c_int, [_P]),
     # ggml (registry)

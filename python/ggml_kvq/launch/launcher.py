@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .. import _paths, budget, declared, default_means, files, gguf_header, memory, progress, resolver
+from .. import _paths, budget, cpu_layers, declared, default_means, files, gguf_header, memory, progress, resolver
 from ..core import llama
 from ..errors import BudgetError, KvqError, MethodError
-from . import hub_args, refusals, router, served_page
+from . import hub_args, offload, refusals, router, served_page
 from .flags import OURS, OURS_RPC_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
 
@@ -395,12 +395,16 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
             program, user, flags, environ, off=chosen.method != "", remote=serves or bool(servers), env=hub_env
         )
 
-    host_env: dict[str, str | None] = {}
+    host_env: dict[str, str | None] = {}  # variables whose meaning stands in the arguments instead
+
+    def reread() -> User:
+        return User(flags.rest, {k: v for k, v in environ.items() if k not in host_env}, not bench and not serves)
+
     if not bench and not serves and refusals.on_host(user, bench) and refusals.may_lie_on_host(chosen):
         flags.opts.append("place=host")  # what -nkvo asks for, in the library's words
         _, flags.rest = without(flags.rest, (*refusals.NKVO, *refusals.KVO), 0)
         host_env = dict.fromkeys(("LLAMA_ARG_KV_OFFLOAD", "LLAMA_ARG_NO_KV_OFFLOAD"))
-        user = User(flags.rest, {k: v for k, v in environ.items() if k not in host_env}, reads_env=True)
+        user = reread()
         chosen = _resolved(flags, environ, header)
     notes: list[str] = [chosen.note] if chosen.note else []
     if host_env:
@@ -410,6 +414,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if counts:  # what cannot be met is refused before anything is measured
         _one_number(program, user, flags, measured, chosen.options)
     choice = refusals.Choice(chosen.method, chosen.method_words, by_flag=chosen.method_from == "flag")
+    offloaded: list[str] = []  # flags that leave weights of some layers to the CPU
     if serves:
         devices = user.values(("-d", "--device"))
         if devices and "KVQ" not in ",".join(devices):
@@ -420,8 +425,12 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     else:
         refusals.conflicts(user, choice, bench)
         refusals.without_cache(header, choice)
-    n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
-    notes += refusals.layer_notes(user, choice, n_layer if isinstance(n_layer, int) else None, bench)
+        n_layer = cpu_layers.n_layer(header.fields) if header else 0
+        split = offload.of(user, choice, n_layer, bench=bench, remote=bool(servers), opts=chosen.opts)
+        flags.rest, offloaded, notes = split.rest, split.added, [*notes, *split.notes]
+        if split.whole:
+            host_env[offload.NGL_ENV], flags.opts = None, [*flags.opts, *split.opts]
+            user, chosen = reread(), _resolved(flags, environ, header)
     config, more = _data(program, user, flags, environ, models, chosen)
     notes += more
     if counts:
@@ -430,7 +439,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         flags.rest = number.args
         notes += number.notes
         flags.opts.append(number.option)
-        user = User(flags.rest, environ, reads_env=not bench and not serves)
+        user = reread()
         chosen = _resolved(flags, environ, header)
     out = Command(flags.rest, remote=serves or bool(servers), notes=notes)
 
@@ -459,7 +468,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if serves:
         out.args = [*([] if devices else ["-d", DEVICE]), *flags.rest]
         return out
-    added = _placement(program, user, flags, environ, servers, out)
+    added = _placement(program, user, flags, environ, servers, out) + offloaded
     added += _draft(user, flags, environ, out)
     added += _declared(program, user, declare, header, chosen, remote=bool(servers))
     if not servers and not refusals.on_gpu():

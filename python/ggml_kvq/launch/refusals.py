@@ -110,30 +110,6 @@ def without_cache(header: gguf_header.Header | None, choice: Choice) -> None:
         )
 
 
-def layer_notes(user: User, choice: Choice, n_layer: int | None, bench: bool) -> list[str]:
-    """-ngl decides which layers' caches are offloaded, to KVQ0 here: 0 means none, up to n_layer means only the last
-    ones.
-    """
-    notes = []
-    values = user.values(("-ngl", "--gpu-layers", "--n-gpu-layers"), "LLAMA_ARG_N_GPU_LAYERS")
-    for value in values if bench else values[-1:]:
-        for part in value.split(","):
-            if not part.lstrip("-").isdigit():
-                continue
-            n = int(part)
-            if n == 0:
-                raise LaunchError(
-                    f"-ngl {value} leaves the KV cache of every layer to llama.cpp, so {choice.words} would not be"
-                    " used: drop -ngl"
-                )
-            if n_layer and 0 < n <= n_layer:
-                notes.append(
-                    f"-ngl {n}: {n_layer + 1 - n} of {n_layer} layers keep llama.cpp's own f16 cache; drop -ngl to"
-                    " compress all"
-                )
-    return notes
-
-
 def on_gpu() -> bool:
     """Does KVQ0 stand over a GPU here?"""
     return bool(list(_paths.lib_dir().glob("libggml-cuda.so*"))) and os.path.exists("/dev/nvidiactl")
