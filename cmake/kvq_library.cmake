@@ -1,11 +1,11 @@
-# kvq-core: formats, methods, cache, kernels; compiles without any ggml header. kvq-host: the ggml backend around it.
-# kvq-process: how it finds ggml in a process. ggml-kvq: all three, as libggml-kvq.so. kvq-objects: the first two, as an archive
-# for native tests (hidden symbols included), which are linked to ggml.
+# kvq-core: formats, methods, cache, kernels; compiles without any ggml header. kvq-host: the ggml backend around it, and
+# what GGUF files say. kvq-process: how it finds ggml in a process. ggml-kvq: all three, as libggml-kvq.so. kvq-objects: the
+# first two, as an archive for native tests (hidden symbols included), which are linked to ggml.
 set(kvq_src ${CMAKE_CURRENT_SOURCE_DIR}/ggml-kvq)
 file(GLOB kvq_core_sources CONFIGURE_DEPENDS
     ${kvq_src}/types/*.cpp ${kvq_src}/engine/*.cpp ${kvq_src}/store/*.cpp ${kvq_src}/policy/*.cpp
     ${kvq_src}/methods/*.cpp ${kvq_src}/cache/*.cpp ${kvq_src}/cpu/*.cpp)
-file(GLOB kvq_host_sources CONFIGURE_DEPENDS ${kvq_src}/host/*.cpp ${kvq_src}/host/cuda/*.cpp)
+file(GLOB kvq_host_sources CONFIGURE_DEPENDS ${kvq_src}/gguf/*.cpp ${kvq_src}/host/*.cpp ${kvq_src}/host/cuda/*.cpp)
 file(GLOB kvq_process_sources CONFIGURE_DEPENDS ${kvq_src}/host/process*.cpp ${kvq_src}/host/cuda/process*.cpp)
 list(REMOVE_ITEM kvq_host_sources ${kvq_process_sources})
 file(GLOB kvq_types_sources CONFIGURE_DEPENDS ${kvq_src}/types/*.cpp)

@@ -9,7 +9,7 @@ out=${1:-$root/build-aarch64}
 mkdir -p "$out"
 rm -f "$out"/*.o "$out/libkvq.a"
 for file in "$root"/ggml-kvq/*/*.cpp "$root/scripts/bench_kernels.cpp"; do
-    case $file in */cache/* | */host/*) continue ;; esac # these need ggml
+    case $file in */cache/* | */gguf/* | */host/*) continue ;; esac # these need ggml
     name=$(basename "$(dirname "$file")")-$(basename "$file" .cpp)
     flags=
     case $name in

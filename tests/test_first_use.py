@@ -340,10 +340,10 @@ def test_two_that_start_at_once_measure_whole_files(demo_model: Path, tmp_path: 
 
 
 def test_the_text_that_is_measured_on_is_that_of_its_edition() -> None:
-    """Another text makes other data: EDITION in host/measured.cpp has to change with it."""
+    """Another text makes other data: EDITION in gguf/measured.cpp has to change with it."""
     import hashlib
 
-    source = (Path(__file__).parents[1] / "ggml-kvq/host/measured.cpp").read_text()
+    source = (Path(__file__).parents[1] / "ggml-kvq/gguf/measured.cpp").read_text()
     assert 'EDITION = "sorted 1"' in source
     assert hashlib.sha256(default_means.TEXT.read_bytes()).hexdigest()[:16] == "f5ab7a090562cf09"
 

@@ -49,7 +49,7 @@ def test_files_that_are_named_exist(name: str) -> None:
     text = (ROOT / name).read_text()
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     paths = re.findall(r"`((?:scripts|tests|docs|python/ggml_kvq|ggml-kvq)/[\w./-]+)`", text)
-    code = [f"ggml-kvq/{x}" for x in re.findall(r"`((?:host|store|cache)/\w+\.cpp)`", text)]
+    code = [f"ggml-kvq/{x}" for x in re.findall(r"`((?:host|gguf|store|cache)/\w+\.cpp)`", text)]
     missing = [x for x in [*links, *paths, *code] if not (ROOT / x).exists()]
     assert not missing, missing
 

@@ -1,4 +1,4 @@
-"""Method, options and calibrated data: one rule (host/resolve.cpp), the same through every door: variables of a
+"""Method, options and calibrated data: one rule (gguf/resolve.cpp), the same through every door: variables of a
 llama.cpp program, a launcher, Model.
 """
 

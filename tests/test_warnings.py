@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "ggml-kvq"
-#: host/ is compiled with ggml's headers by the build (test_native.py, KVQ_WERROR); cuda/ by nvcc.
+#: gguf/ and host/ are compiled with ggml's headers by the build (test_native.py, KVQ_WERROR); cuda/ by nvcc.
 FOLDERS = ("cache", "cpu", "engine", "methods", "policy", "store", "types")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl", "vnni"))]

@@ -1,4 +1,4 @@
-"""Means and order of keys from the weights alone: programs that bring no measured data (host/weights.cpp)."""
+"""Means and order of keys from the weights alone: programs that bring no measured data (gguf/weights.cpp)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
 //   kvq.aqua.blk.<il>.v.weight      likewise, inputs: keys of layer il, then values of layer prev
 //   kvq.aqua.blk.<il>.v.fold        likewise, inputs: keys of layer il, then keys of layer prev
 //   kvq.aqua.blk.<il>.prev          u32, the layer before it in the cache
-// Implemented in host/calibration.cpp, which reads GGUF files.
+// Implemented in gguf/calibration.cpp, which reads GGUF files.
 #pragma once
 
 #include "config.h"
@@ -42,7 +42,7 @@ struct kvq_calibration {
 kvq_status kvq_calibration_load(
     const std::string & path, const kvq_model_info & model, kvq_calibration & out, std::string & err);
 
-// Means, and an order where `sorted`, of a model whose keys have a bias, from its weights (host/weights.cpp). False:
+// Means, and an order where `sorted`, of a model whose keys have a bias, from its weights (gguf/weights.cpp). False:
 // its file says nothing of the kind.
 bool kvq_calibration_of_weights(
     const std::string & path, const kvq_model_info & model, kvq_calibration & out, bool & sorted);

@@ -1,5 +1,5 @@
 // What the user asked for: method, options, calibrated data, model. From kvq_configure (per thread) or the environment.
-// Implemented in host/config.cpp, which reads GGUF files.
+// Implemented in gguf/config.cpp, which reads GGUF files.
 #pragma once
 
 #include "methods/method.h"

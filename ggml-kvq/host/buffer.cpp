@@ -10,7 +10,7 @@
 #include "backend.h"
 #include "engines.h"
 #include "base/settings.h"
-#include "lines.h"
+#include "cache/lines.h"
 #include "state.h"
 
 #include "engine/host.h"

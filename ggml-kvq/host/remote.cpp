@@ -7,7 +7,7 @@
 // set before (a restored state) are moved over, and the plain memory is given back.
 #include "backend.h"
 #include "engines.h"
-#include "lines.h"
+#include "cache/lines.h"
 
 #include "engine/host.h"
 

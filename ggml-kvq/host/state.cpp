@@ -1,7 +1,7 @@
 #include "state.h"
 
 #include "base/parallel.h"
-#include "fingerprint.h"
+#include "gguf/fingerprint.h"
 #include "state_lanes.h"
 #include "store/small_rows.h"
 #include "store/state_blocks.h"

@@ -108,11 +108,11 @@ typedef struct kvq_resolved {
 
 KVQ_API int kvq_resolve(const kvq_request * request, kvq_resolved * answer);
 
-// What a model's weights are, whatever their quantisation (host/fingerprint.h): calibrated data holds it. Returns the
+// What a model's weights are, whatever their quantisation (gguf/fingerprint.h): calibrated data holds it. Returns the
 // number of values, 0: not readable; at most n are written to out.
 KVQ_API size_t kvq_model_sketch(const char * path, float * out, size_t n);
 
-// path: where data lie that were measured on the model's first use, in the folder of such data (host/measured.h);
+// path: where data lie that were measured on the model's first use, in the folder of such data (gguf/measured.h);
 // valid until the thread's next call, "" when the model cannot be read. predictors: 0: the file of means; 1: that of
 // means and predictors. KVQ_OK: they are there, whole, of this model.
 KVQ_API int kvq_measured(const char * model, int predictors, const char ** path);

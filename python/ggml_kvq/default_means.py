@@ -47,7 +47,7 @@ def folder() -> Path:
 
 def path_of(model: str | os.PathLike[str]) -> Path:
     """Where the means of this model file are kept, named by what the file holds: a copy of another name is the same
-    model. The library finds them there by itself (host/measured.cpp). KvqError.
+    model. The library finds them there by itself (gguf/measured.cpp). KvqError.
     """
     return _look_up(model, False)[0]
 

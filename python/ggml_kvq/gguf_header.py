@@ -266,7 +266,7 @@ def _attending(header: Header, n_layer: int) -> set[int] | None:
     """Layers whose tensors are those of attention, in files that give one number of heads for all; None: all, or not
     known.
 
-    The rule of host/config.cpp: a file that is one of several holds only some of the tensors.
+    The rule of gguf/config.cpp: a file that is one of several holds only some of the tensors.
     """
     if not header.tensors or header.fields.get("split.count", 1) != 1:
         return None

@@ -2,7 +2,7 @@
 // refused with one line or loaded and packed; none crashes, none makes memory grow beyond a few times the file.
 // Usage: test_fuzz_calibration [n] [seed]
 #include "cache/calibration.h"
-#include "host/fingerprint.h"
+#include "gguf/fingerprint.h"
 
 #include "ggml.h"
 #include "gguf.h"

@@ -62,7 +62,7 @@ def identity(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def sketch(path: str | os.PathLike[str]) -> np.ndarray:
-    """f32 [50 * layers], what the model's weights are whatever their quantisation (host/fingerprint.h)."""
+    """f32 [50 * layers], what the model's weights are whatever their quantisation (gguf/fingerprint.h)."""
     lib = libraries().need_kvq()
     n = lib.kvq_model_sketch(os.fsencode(path), None, 0)
     if not n:
@@ -79,7 +79,7 @@ def _format(x: np.ndarray) -> tuple[str, list[int]]:
 
 
 def checksum(meta: dict[str, Any], data: dict[str, np.ndarray]) -> str:
-    """CRC-32 of everything but kvq.checksum itself, by name (host/fingerprint.h reads it)."""
+    """CRC-32 of everything but kvq.checksum itself, by name (gguf/fingerprint.h reads it)."""
     crc = 0
     for name, x in sorted([*meta.items(), *data.items()]):
         if not name.startswith("kvq.") or name == "kvq.checksum":

@@ -1,7 +1,7 @@
 #include "cache/config.h"
 #include "base/settings.h"
 #include "fingerprint.h"
-#include "lines.h"
+#include "cache/lines.h"
 #include "measured.h"
 #include "open_model.h"
 #include "resolve.h"
@@ -263,7 +263,7 @@ static std::string value_text(const gguf_context * g, int64_t id) {
     }
 }
 
-// A key kvq.<method>.* that this library does not read; "": there is none. Arrays, and what ggml-kvq info shows, are no
+// A key kvq.<method>.* that this library does not read; "": no such key. Arrays, and what ggml-kvq info shows, are no
 // options.
 static std::string unknown_key(const gguf_context * g, const kvq_method & m) {
     const std::string prefix = "kvq." + std::string(m.info.name) + ".";
@@ -293,7 +293,7 @@ kvq_status kvq_stored_options(
     };
     out.clear();
     gguf_context * g = gguf_init_from_file(path.c_str(), { /*no_alloc =*/true, /*ctx =*/nullptr });
-    if (!g) { return KVQ_OK; } // whoever reads the data says so
+    if (!g) { return KVQ_OK; } // the reader of the data says so
     std::string why = unknown_key(g, m);
     if (!why.empty()) { why += std::string(" is no option of ") + m.info.name + " that this library knows"; }
     for (int i = 0; i < m.info.n_options; i++) {
@@ -354,7 +354,7 @@ static std::string shown_options(const kvq_method & m, std::string text) {
 }
 
 // Calibrated data that the decision names, held against the model. Those that were measured on first use are left out
-// when they are damaged, for nobody asked for them; whoever wrote them measures again.
+// when they are damaged, because the user did not ask for them; the launcher measures again.
 static kvq_status check_data(const kvq_request & r, const kvq_model_info & model, kvq_decision & d, std::string & err) {
     const std::string from = d.config.empty() && model.calibrated ? r.model : d.config;
     if (from.empty()) { return KVQ_OK; }
@@ -402,7 +402,7 @@ static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_inf
     if (read != KVQ_OK) { return read; }
     out.options_text = shown_options(*out.method, options);
     const std::string asked = r.asker == KVQ_ASKS_BY_VARIABLES ? kvq_setting_text(kvq_setting::ASKED) : "";
-    // of a method that fits itself, data set pairs and an order that nobody gave
+    // of a method that fits itself, data set pairs and an order that the user did not give
     const std::string shown = out.method->n_levels ? shown_options(*out.method, d.opts) : out.options_text;
     out.asked_text = asked.empty() ? shown : asked;
     const bool measured = !d.config.empty() && // a launcher names them, too

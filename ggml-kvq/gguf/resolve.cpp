@@ -20,7 +20,7 @@ constexpr const char * OFF = "none";  // a method: llama.cpp's own cache; a file
 constexpr const char * EXACT = "f16"; // a cache that was given to us without a method
 constexpr const char * CALIBRATE = "written by `ggml-kvq calibrate`";
 
-// How whoever asks calls what it gives.
+// The names of the options where the request was made, for messages.
 struct vocabulary {
     const char *method, *opts, *config;
 };
@@ -64,7 +64,7 @@ std::string trimmed(const std::string & s) {
 struct option_list {
     std::vector<std::pair<std::string, std::string>> items; // key, "key=value"
 
-    // False with err: the text gives one key two values, and which of them was meant nobody knows.
+    // False with err: the text gives one key two values, and it is not known which was meant.
     bool add(const std::string & text, const char * words, std::string & err) {
         option_list own;
         for (size_t at = 0; at <= text.size();) {
@@ -100,7 +100,7 @@ struct option_list {
 
 // The file of calibrated data that was named.
 struct named_file {
-    std::string path, from, words; // path "": none; words: with what named it
+    std::string path, from, words; // path "": no file; words: with what named it
     std::string method;            // whose data it holds
     bool off = false;              // not even the one beside the model
 };
@@ -184,7 +184,7 @@ kvq_status choose_options(const kvq_request & r, kvq_decision & out, std::string
     return (kvq_status) status;
 }
 
-// What is measured for the method on a model's first use, where nobody gave data (kvq_resolved.wants_means).
+// What is measured for the method on a model's first use, where the user gave no data (kvq_resolved.wants_means).
 enum wanted { NOTHING = 0, MEANS = 1, PREDICTORS = 2 };
 
 wanted wants(const kvq_method & method, kvq_options o) {

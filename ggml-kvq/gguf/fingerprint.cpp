@@ -230,7 +230,7 @@ kvq_status check(const std::string & path, const std::string & model_path, const
     if (why.empty() && !sum.empty() && checksum(entries) != sum) {
         why = "it is damaged (checksum " + checksum(entries) + ", " + sum + " when it was made)";
     }
-    if (why.empty() && sum.empty() && entries.count("kvq.model.sketch")) { // whoever writes one writes the other
+    if (why.empty() && sum.empty() && entries.count("kvq.model.sketch")) { // a file has both
         why = "it is damaged (kvq.model.sketch is in it and kvq.checksum is not)";
     }
     if (why.empty()) { why = kvq_refuse_model(f->g, model); }

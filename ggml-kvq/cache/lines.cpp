@@ -1,6 +1,6 @@
 #include "lines.h"
 
-#include "cache/config.h"
+#include "config.h"
 
 #include <cstdio>
 #include <mutex>

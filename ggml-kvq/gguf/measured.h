@@ -1,5 +1,5 @@
-// Data of a model that nobody gave and that were measured once: the launchers and Model write them into the cache
-// folder, the library finds them there by what the model's file holds, whatever its name and folder.
+// Data of a model that were measured once, because the user gave no data. The launchers and Model write them into the
+// cache folder, the library finds them there by what the model's file holds, whatever its name and folder.
 #pragma once
 
 #include <string>

@@ -11,12 +11,12 @@ constexpr const char * KVQ_MEASURED = "measured"; // on the model's first use (m
 struct kvq_decision {
     // *_from: "flag" (also an argument of a binding), "environment", "config" (the file of calibrated data names it),
     // "embedded" (the model's metadata), "sidecar" (beside the model), KVQ_MEASURED (in the cache folder), "default";
-    // "": nobody names any.
+    // "": no door names one.
     std::string method, method_from; // method "": llama.cpp's own cache; "none": that, asked for by name
     std::string method_words;        // for messages: "--kv-method kivi", "KVQ_METHOD=kivi"
     std::string opts, opts_from;     // what was asked for; options that a file sets are not in it
     std::string config, config_from; // a file besides the model; "" with "embedded": the model itself holds the data
-    bool lacks_means = false;        // it goes better with channel means, and there are none
+    bool lacks_means = false;        // it goes better with channel means, and the data have no means
     std::string note;                // what was given and is not used, or ""
 };
 
