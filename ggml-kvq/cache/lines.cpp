@@ -1,9 +1,20 @@
 #include "lines.h"
 
+#include "base/settings.h"
 #include "config.h"
 
+#include <atomic>
 #include <cstdio>
 #include <mutex>
+
+static std::atomic<int> verbosity{ -1 }; // contexts are made in several threads
+
+int kvq_verbosity(void) {
+    if (verbosity < 0) { verbosity = kvq_setting_on(kvq_setting::QUIET, false) ? 0 : 1; }
+    return verbosity;
+}
+
+extern "C" void kvq_set_verbosity(int level) { verbosity = level < 0 ? 0 : level; }
 
 // Plain memory: a C++ object of this library might be gone when the process ends.
 static std::string * waiting = nullptr;

@@ -8,7 +8,6 @@
 
 #include "gguf.h"
 
-#include <atomic>
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -16,7 +15,7 @@
 #include <mutex>
 #include <set>
 
-// ---------------------------------------------------------------- errors, verbosity
+// ---------------------------------------------------------------- errors, notes
 
 static thread_local std::string last_error;
 
@@ -31,15 +30,6 @@ static thread_local std::string last_note;
 extern "C" const char * kvq_last_note(void) { return last_note.c_str(); }
 
 extern "C" const char * kvq_last_error(void) { return last_error.c_str(); }
-
-static std::atomic<int> verbosity{ -1 }; // contexts are made in several threads
-
-int kvq_verbosity(void) {
-    if (verbosity < 0) { verbosity = kvq_setting_on(kvq_setting::QUIET, false) ? 0 : 1; }
-    return verbosity;
-}
-
-extern "C" void kvq_set_verbosity(int level) { verbosity = level < 0 ? 0 : level; }
 
 static void note(const std::string & line) {
     last_note += (last_note.empty() ? "" : "; ") + line;
@@ -64,6 +54,27 @@ struct request {
     std::string method, opts, config, model;
 };
 static thread_local request configured;
+
+extern "C" int kvq_check(const char * method, const char * opts) {
+    const kvq_method * m = kvq_method_find(method);
+    if (!m) {
+        std::string names;
+        for (int i = 0; i < kvq_method_count(); i++) { names += std::string(i ? ", " : "") + kvq_method_at(i)->name; }
+        kvq_set_error("unknown method '" + std::string(method ? method : "") + "': choose one of " + names);
+        return KVQ_ERR_METHOD;
+    }
+    kvq_options o;
+    std::string err;
+    kvq_status status = kvq_options_parse(*m, opts, o, err);
+    if (status == KVQ_OK) { // ranges, on a shape that no method refuses
+        const kvq_layer_shape shape = { 0, 8, 128, 128 };
+        const kvq_layer_context c = { 0, 128, shape, nullptr, 0, -1 };
+        kvq_layer_plan plan;
+        status = m->plan(o, c, plan, err);
+    }
+    if (status != KVQ_OK) { kvq_set_error(err); }
+    return status;
+}
 
 extern "C" int kvq_configure(const char * method, const char * opts, const char * config, const char * model) {
     last_note.clear();

@@ -25,26 +25,6 @@ static std::vector<std::unique_ptr<kvq_rotor>> rotors; // of kvq_rotary_new
 extern "C" int kvq_abi_version(void) { return KVQ_ABI_VERSION; }
 extern "C" const char * kvq_version(void) { return KVQ_VERSION; }
 
-extern "C" int kvq_check(const char * method, const char * opts) {
-    const kvq_method * m = kvq_method_find(method);
-    if (!m) {
-        std::string names;
-        for (int i = 0; i < kvq_method_count(); i++) { names += std::string(i ? ", " : "") + kvq_method_at(i)->name; }
-        return fail(
-            KVQ_ERR_METHOD, "unknown method '" + std::string(method ? method : "") + "': choose one of " + names);
-    }
-    kvq_options o;
-    std::string err;
-    kvq_status status = kvq_options_parse(*m, opts, o, err);
-    if (status == KVQ_OK) { // ranges, on a shape that no method refuses
-        const kvq_layer_shape shape = { 0, 8, 128, 128 };
-        const kvq_layer_context c = { 0, 128, shape, nullptr, 0, -1 };
-        kvq_layer_plan plan;
-        status = m->plan(o, c, plan, err);
-    }
-    return status == KVQ_OK ? KVQ_OK : fail(status, err);
-}
-
 static const kvq_type_info type_infos[] = {
     { "f16", KVQ_TYPE_F16, 16, 1, 16.0 },
     { "affine1", KVQ_TYPE_AFFINE, 1, 32, 2.0 },
