@@ -366,7 +366,7 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[Cache], model:
                 command = [str(a.bench), str(model), devices_of(a, device), ",".join(map(str, depths)), str(a.generate)]
                 command += [cache_type, *(["nkvo"] if a.place == "host" and not method else [])]
                 if a.cpu_layers:
-                    command += [f"t={a.threads}", on_cpu(a, bool(method))]
+                    command += [f"t={a.threads}", on_cpu(a, method not in ("", "f16"))]
                 try:
                     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=a.timeout)
                 except subprocess.TimeoutExpired:

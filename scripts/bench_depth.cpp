@@ -60,6 +60,10 @@ int main(int argc, char ** argv) {
         if (!strncmp(argv[i], "ngl=", 4)) { n_gpu_layers = atoi(argv[i] + 4); }
         if (!strncmp(argv[i], "ot=", 3)) { regex = argv[i] + 3; }
         if (!strncmp(argv[i], "t=", 2)) { n_threads = atoi(argv[i] + 2); }
+        if (strcmp(argv[i], "nkvo") && !strchr(argv[i], '=')) {
+            fprintf(stderr, "bench_depth: no such option: %s\n", argv[i]);
+            return 2;
+        }
     }
     const llama_model_tensor_buft_override on_cpu[] = { { regex, ggml_backend_cpu_buffer_type() },
         { nullptr, nullptr } };

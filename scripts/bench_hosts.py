@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from ggml_kvq import _paths
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST_TURNS = 90  # of bench_node.mjs, with the one that touches memory
 NPM = ("npm", "install", "--ignore-scripts", "--no-fund", "--no-audit", "--prefix", ".")
 
 
@@ -51,10 +53,10 @@ class Program:
 
     def _read(self) -> float:
         assert self.process.stdout
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.method}: node ended with {self.process.wait()}")
-        return float(line)
+        for line in self.process.stdout:
+            if re.fullmatch(r"[\d.]+\n", line):
+                return float(line)
+        raise SystemExit(f"{self.method}: node ended with {self.process.wait()}")
 
     def turn(self) -> float:
         """Milliseconds of a token."""
@@ -75,7 +77,8 @@ def measure(folder: Path, args: argparse.Namespace, methods: list[str], n_prompt
     for _ in range(args.processes):
         programs = [Program(folder, args, m, n_prompt) for m in methods]
         for i in range(args.rounds + 1):
-            times = {p.method: p.turn() for p in programs}
+            order = programs[i % len(programs) :] + programs[: i % len(programs)]  # no cache is always the first
+            times = {p.method: p.turn() for p in order}
             for m, ms in times.items():
                 if i:  # the first turn touches memory
                     tokens[m].append(ms)
@@ -97,19 +100,19 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", default="24,512", help="lengths of prompts (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8, help="of a turn (default: %(default)s)")
     parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument(
-        "--rounds", type=int, default=20, help="turns of each process (default: %(default)s, at most 90)"
-    )
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each process (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=3, help="of each cache (default: %(default)s)")
     parser.add_argument("--version", default="3.21.1", help="of node-llama-cpp (default: %(default)s)")
     args = parser.parse_args()
+    if not 0 < args.rounds <= MOST_TURNS:
+        parser.error(f"--rounds {args.rounds}: a context has room for {MOST_TURNS} turns")
     methods = ["plain", *(args.method or ["f16", "kivi", "auto"])]
     folder = node_folder(args.version)
     print(
         f"node-llama-cpp {args.version}, {args.model.name}, {args.threads} threads, medians of {args.processes}"
         f" processes with {args.rounds} turns of {args.tokens} tokens"
     )
-    print(f"{'prompt':>6}  {'cache':16} {'ms of the prompt':>17} {'ms a token':>11} {'x plain, token':>15}")
+    print(f"{'prompt':>6}  {'cache':16} {'ms cold prompt':>17} {'ms a token':>11} {'x plain, token':>15}")
     for n_prompt in args.prompt_tokens.split(","):
         measure(folder, args, methods, n_prompt)
     return 0

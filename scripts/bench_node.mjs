@@ -14,7 +14,7 @@ const size = { contextSize: Number(n_prompt) + TURNS * Number(n_turn), sequences
 const context = await loaded.createContext({ ...size, threads: Number(threads) });
 const text = "The cache holds the keys and the values of every token that was read. ";
 const prompt = loaded.tokenize(text.repeat(1 + Number(n_prompt) / 8)).slice(0, Number(n_prompt));
-const steps = context.getSequence().evaluate(prompt, { temperature: 0 });
+const steps = context.getSequence().evaluate(prompt, { temperature: 0, yieldEogToken: true });
 
 async function timed(n) {
     const start = performance.now();

@@ -273,6 +273,18 @@ def test_layers_of_the_cpu_keep_our_cache(demo_model: Path, monkeypatch: pytest.
         pattern = re.compile(regex.removesuffix("=CPU"))
         assert pattern.search("blk.0.attn_q.weight") and pattern.search("blk.7.ffn_gate_exps.weight")
         assert not any(map(pattern.search, ("blk.7.attn_norm.weight", "blk.8.attn_q.weight", "blk.71.ffn_up.weight")))
+    got = launcher.command("llama-server", [*argv, "-ngl", "5", "-ot", "a=CPU", "-ot", "b=CPU"], {})
+    rules = got.args[got.args.index("-ot") + 1].split(",")
+    assert rules[:2] == ["a=CPU", "b=CPU"] and len(rules) == 3 and got.args.count("-ot") == 1
+    assert "-fit" not in got.args  # it shortens a context that nobody named
+    for program, more in (
+        ("llama-cli", ["-dev", "KVQ0,KVQ1"]),
+        ("llama-cli", ["-dev", "KVQ0,KVQ1", "-sm", "tensor"]),
+        ("llama-bench", ["-ot", "a=CPU"]),
+        ("llama-bench", ["-m", str(demo_model)]),
+    ):
+        got = launcher.command(program, [*argv, "-ngl", "5", *more], {})
+        assert any("keep llama.cpp's own f16 cache" in note for note in got.notes) and "99999" not in got.args
     held = launcher.command("llama-cli", [*argv, "-ngl", "5", "--kv-opt", "place=device"], {})
     assert held.env["KVQ_OPTS"] == "place=device"
     lists = launcher.command("llama-bench", [*argv, "-ngl", "5,99"], {})

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from conftest import LLAMA_FIELDS, ROOT, run_python
 from ggml_kvq import KvqError, Model, _paths, cli, files, hub, plotting, processes
-from ggml_kvq.core import native
+from ggml_kvq.core import arguments, native
 from ggml_kvq.gguf_header import GgufError
 from ggml_kvq.gguf_header import read as read_header
 from ggml_kvq.launch import hub_args, launcher
@@ -504,6 +504,9 @@ def test_layers_that_a_method_does_not_get_are_named(demo_model: Path) -> None:
         m = Model(demo_model, "f16", n_ctx=256, n_threads=1, n_gpu_layers=3)
     with m:
         assert m.kv_stats()["n_layer"] == 2
+    assert arguments.weights_on_cpu(demo_model, "kivi", 3, 1)
+    assert not any(arguments.weights_on_cpu(demo_model, m, 3, 1) for m in (None, "upstream", "f16"))
+    assert not arguments.weights_on_cpu(demo_model, "kivi", 3, 2)
     with Model(demo_model, "kivi", n_ctx=256, n_threads=1, n_gpu_layers=3) as m:
         assert m.kv_stats()["n_layer"] == 12  # weights of ten layers stay on the CPU, their caches do not
         text = "".join(m.generate("The file", max_tokens=8, temperature=0))

@@ -61,7 +61,7 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
         for (int i = 0; i < GGML_MAX_SRC && others; i++) {
             const bool offered = op->src[i] && op->src[i]->buffer && !op->src[i]->buffer->size;
             placing = placing || (offered && kvq_buft_is_ours(op->src[i]->buffer->buft));
-            dev.used = dev.used || placing || (offered && kvq_is_over_devices(op->src[i]));
+            if (placing || (offered && kvq_is_over_devices(op->src[i]))) { dev.used = true; }
         }
         return others && !placing && (dev.inner || dev.used) && takes(others, op, !dev.inner);
     }

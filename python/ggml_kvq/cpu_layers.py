@@ -14,11 +14,11 @@ EXACT = "f16"  # a method that saves nothing: llama.cpp's own placing stays
 
 
 def weights_of(n: int) -> str:
-    """Regular expression of the matrices of the first n layers. Norms are not among them: a norm on the CPU would cut
-    the graph once more.
+    """Regular expression of the matrices of the first n layers. What is small is not among them (norms, attention
+    sinks, convolutions, scales): each on the CPU would cut the graph once more.
     """
     layers = "|".join(str(i) for i in range(n))
-    return rf"blk\.({layers})\.(?!.*norm).*\.weight"
+    return rf"blk\.({layers})\.(?!.*(norm|sinks|conv|scale)).*\.weight"
 
 
 def on_cpu(n_gpu_layers: int, n_layer: int) -> int:

@@ -78,11 +78,11 @@ def check_layers(kv_method: str | None, n_gpu_layers: int | None, n_layer: int) 
         )
 
 
-def weights_on_cpu(path: Path, kv_method: str | None, n_gpu_layers: int | None) -> str:
+def weights_on_cpu(path: Path, kv_method: str | None, n_gpu_layers: int | None, n_devices: int) -> str:
     """Regular expression of the weights that n_gpu_layers leaves to the CPU, while a method has the caches of all
-    layers; "": those of whole layers, as llama.cpp does it.
+    layers; "": whole layers, as llama.cpp does it. Over several devices it shares out layers by number.
     """
-    if kv_method in (None, cpu_layers.EXACT) or n_gpu_layers is None or n_gpu_layers <= 0:
+    if kv_method in (None, UPSTREAM, cpu_layers.EXACT) or n_gpu_layers is None or n_gpu_layers <= 0 or n_devices > 1:
         return ""
     n_layer = cpu_layers.n_layer(gguf_header.read(path).fields)
     left = cpu_layers.on_cpu(n_gpu_layers, n_layer) if n_layer else 0

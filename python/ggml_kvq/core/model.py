@@ -178,7 +178,7 @@ class Model(Many, Vocabulary):
         params = lib.llama_model_default_params()
         params.devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
         params.n_gpu_layers = self._n_gpu_layers = (999 if handles else 0) if n_gpu_layers is None else n_gpu_layers
-        if regex := arguments.weights_on_cpu(self.path, method, n_gpu_layers):
+        if regex := arguments.weights_on_cpu(self.path, method, n_gpu_layers, len(handles)):
             cpu = self._libs.base.ggml_backend_cpu_buffer_type()
             named = llama.llama_model_tensor_buft_override(regex.encode(), cpu)
             self._on_cpu = (llama.llama_model_tensor_buft_override * 2)(named)

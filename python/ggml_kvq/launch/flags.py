@@ -55,6 +55,7 @@ class Flags:
     model: str | None = None
     stats_file: str | None = None
     opts: list[str] = field(default_factory=list)
+    implied: list[str] = field(default_factory=list)  # options that other flags come to
     draft_method: str | None = None
     draft_opts: list[str] = field(default_factory=list)
     rest: list[str] = field(default_factory=list)

@@ -253,7 +253,12 @@ def _resolved(flags: Flags, environ: Mapping[str, str], header: gguf_header.Head
 
     number = f"--kv-bits {flags.bits}" if flags.bits else f"--kv-budget {flags.budget}" if flags.budget else ""
     asked = resolver.Request(
-        resolver.BY_FLAGS, flags.method, ",".join(flags.opts), flags.config, number=number, env=environ
+        resolver.BY_FLAGS,
+        flags.method,
+        ",".join([*flags.opts, *flags.implied]),
+        flags.config,
+        number=number,
+        env=environ,
     )
     try:
         return resolver.resolve(methods.library, asked, header)
@@ -426,10 +431,11 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         refusals.conflicts(user, choice, bench)
         refusals.without_cache(header, choice)
         n_layer = cpu_layers.n_layer(header.fields) if header else 0
-        split = offload.of(user, choice, n_layer, bench=bench, remote=bool(servers), opts=chosen.opts)
+        alone = len(models) == 1 and not servers
+        split = offload.of(user, choice, n_layer, bench=bench, alone=alone, opts=chosen.options)
         flags.rest, offloaded, notes = split.rest, split.added, [*notes, *split.notes]
         if split.whole:
-            host_env[offload.NGL_ENV], flags.opts = None, [*flags.opts, *split.opts]
+            host_env[offload.NGL_ENV], flags.implied = None, split.opts
             user, chosen = reread(), _resolved(flags, environ, header)
     config, more = _data(program, user, flags, environ, models, chosen)
     notes += more
@@ -476,7 +482,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         added += fitted
         out.notes += more
         _, flags.rest = without(flags.rest, tuple(replaced)) if replaced else ([], flags.rest)
-    elif refusals.place(chosen.opts) == "auto" and not bench:
+    elif refusals.place(chosen.opts) == "auto" and not bench and not offloaded:
         # --fit would move layers to the CPU, whose cache is f16, before the library moves blocks there
         added += [] if user.last(("-fit", "--fit"), "LLAMA_ARG_FIT") else ["-fit", "off"]
     # in front: behind a dangling option of the user ("-m" without a file) they would be taken for its value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from .. import cpu_layers
 from . import refusals
 from .flags import LaunchError, User, without
 
+OT = ("-ot", "--override-tensor")
 NGL, NGL_ENV = ("-ngl", "--gpu-layers", "--n-gpu-layers"), "LLAMA_ARG_N_GPU_LAYERS"
 
 
@@ -24,11 +26,15 @@ class Offload:
     whole: bool = False
 
 
-def of(user: User, choice: refusals.Choice, n_layer: int, *, bench: bool, remote: bool, opts: str) -> Offload:
-    """opts: of the method, so far. LaunchError for -ngl 0, which leaves no layer to KVQ0."""
+def of(user: User, choice: refusals.Choice, n_layer: int, *, bench: bool, alone: bool, opts: str) -> Offload:
+    """alone: one model, on this machine. opts: of the method, calibrated data's among them. LaunchError for -ngl 0,
+    which leaves no layer to KVQ0.
+    """
     out = Offload(list(user.args))
     values = user.values(NGL, NGL_ENV)
-    in_parts = "tensor" in user.values(("-sm", "--split-mode"), "LLAMA_ARG_SPLIT_MODE")
+    # over several devices llama.cpp shares layers out by number, those of the CPU too
+    alone = alone and not re.search("[,/]", user.last(("-dev", "--device"), "LLAMA_ARG_DEVICE"))
+    alone = alone and not (bench and user.has(OT))  # there it is a list of cases
     parts = [part for value in (values if bench else values[-1:]) for part in value.split(",")]
     for n in (int(part) for part in parts if part.isdigit()):
         if n == 0:
@@ -37,7 +43,7 @@ def of(user: User, choice: refusals.Choice, n_layer: int, *, bench: bool, remote
                 " be used: drop -ngl"
             )
         left = cpu_layers.on_cpu(n, n_layer) if n_layer else 0
-        if left and (len(parts) > 1 or remote or in_parts or choice.method == cpu_layers.EXACT):
+        if left and (len(parts) > 1 or not alone or choice.method == cpu_layers.EXACT):
             out.notes.append(
                 f"-ngl {n}: {left} of {n_layer} layers keep llama.cpp's own f16 cache; drop -ngl to compress all"
             )
@@ -48,7 +54,9 @@ def of(user: User, choice: refusals.Choice, n_layer: int, *, bench: bool, remote
                 f"-ngl {n}: weights of {left} of {n_layer} layers stay on the CPU, caches of all layers on KVQ0"
             )
             if refusals.on_gpu():
-                out.added = ["-ngl", "99999", "-ot", f"{cpu_layers.weights_of(left)}=CPU"]
+                theirs, out.rest = without(out.rest, OT)  # first: llama.cpp takes the first that matches
+                rules = [*theirs[1::2], f"{cpu_layers.weights_of(left)}=CPU"]
+                out.added = ["-ngl", "99999", "-ot", ",".join(rules)]
                 grows = "window=auto" in opts.replace(" ", "")  # such a window takes room that blocks do not take yet
                 if refusals.takes_place(choice.method) and not refusals.place(opts) and not grows:
                     out.opts = ["place=auto"]  # there is little room on the device, or -ngl would not be asked for
