@@ -34,8 +34,9 @@ void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int k
     page_run run;
     int slot = 0; // of w.mask
     const auto flush = [&](int next) {
+        if (run.n_pages && s.has_coords()) { take_coords(K, s, w, run); }
         for (int h = 0; run.n_pages && s.has_means() && h < n_heads; h++) {
-            mean_part(K, s, w.heads[(size_t) h], run, w.heads[(size_t) h].means);
+            mean_part(K, s, w, w.heads[(size_t) h], run, w.heads[(size_t) h].means);
         }
         for (int h = 0; run.n_pages && h < n_heads; h++) {
             const bool here = h + 1 < n_heads;
@@ -114,11 +115,13 @@ workspace::sizes sizes_of(const stream_plan & s, int n_rows, int n_heads, int ce
     workspace::sizes z;
     z.heads = (size_t) n_heads;
     z.floats = z.heads *
-        (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + pad(rows * s.n_fold) + 3 * pad(rows) + 32 +
+        (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + pad(rows * s.n_fold) +
+            pad(rows * (size_t) s.v_stride) + 3 * pad(rows) + 32 +
             (s.has_means() ? pad(runs * rows * s.p->k.n_cells) : 0));
     z.slots = runs * rows * cells;
     z.tile = (size_t) cells * (s.latent ? s.dpk + s.dpv + std::max(s.k.dp, s.v.dp) : std::max(s.dpk, s.dpv));
     z.work = std::max(kvq_work_bytes(s.k), kvq_work_bytes(s.v));
+    z.coords = KVQ_MAX_RUN * s.coord_floats(); // the last block of many rows may have few
     z.part = s.mixed ? rows * s.dpv : 0;
     z.part_mask = s.mixed ? rows * cells : 0;
     return z;

@@ -2,6 +2,7 @@
 #include "attend_parts.h"
 
 #include "engine/turns.h"
+#include "types/lattice.h"
 
 #include <cstring>
 
@@ -44,7 +45,47 @@ struct lane_part {
     }
 };
 
-void mean_part(const kvq_kernels & K, const stream_plan & s, const head_rows & h, const page_run & r, float * to) {
+void take_coords(const kvq_kernels & K, const stream_plan & s, workspace & w, const page_run & r) {
+    const kvq_attn & p = *s.p;
+    for (int i = 0; i < r.n_pages; i++) {
+        const kvq_page & page = *r.page[i];
+        float * to = w.coords + (size_t) i * s.coord_floats();
+        if (s.n_coords[0] && page.k_params) {
+            K.key_coords(p.k, s.k.nb_params, kvq_lattice_coords_at(p.k), s.n_coords[0], (const uint8_t *) page.k_params,
+                (int16_t *) to);
+            for (int t = 0; p.rotary && t < p.k.n_cells; t += 16) {
+                K.turn_table(
+                    *p.rotary, p.positions + page.cell + t, false, to + s.key_floats() + (size_t) t * p.rotary->n_dims);
+            }
+        }
+        if (s.n_coords[1] && page.v_params) {
+            K.value_coords(p.v, s.v.nb_params, kvq_lattice_coords_at(p.v), s.n_coords[1],
+                (const uint8_t *) page.v_params, s.v_stride, to + s.key_floats() + s.turn_floats());
+        }
+    }
+}
+
+// The mean and what coordinates say are rows of a tile.
+static void coord_part(
+    const kvq_kernels & K, const stream_plan & s, workspace & w, const head_rows & h, const page_run & r, float * to) {
+    const kvq_attn & p = *s.p;
+    const int n = r.page[0]->n_slots, D = p.k.head_size;
+    for (int i = 0; i < r.n_pages; i++) {
+        if (!r.page[i]->k_params) { continue; }
+        const float * from = w.coords + (size_t) i * s.coord_floats();
+        K.basis_keys(*p.k_basis, h.kvh, D, s.dpk, p.k.n_cells, (const int16_t *) from, p.k_mean + (size_t) h.kvh * D,
+            p.rotary ? from + s.key_floats() : nullptr, p.rotary ? p.rotary->n_dims : 0, p.rotary && p.rotary->neox,
+            w.tile);
+        K.score_tile(r.n_rows, s.dpk, n, w.tile, h.q + (size_t) r.first * s.dpk, to + (size_t) i * r.n_rows * n);
+    }
+}
+
+void mean_part(
+    const kvq_kernels & K, const stream_plan & s, workspace & w, const head_rows & h, const page_run & r, float * to) {
+    if (s.n_coords[0]) {
+        coord_part(K, s, w, h, r, to);
+        return;
+    }
     const kvq_attn & p = *s.p;
     const int n = r.page[0]->n_slots, rows = r.n_rows;
     for (int i = 0, pages = 1; i < r.n_pages; i += pages, pages = 1) {
@@ -83,8 +124,9 @@ int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, cons
     if (!k.kernels && at.set < 0) {
         const auto of = [&](const int32_t * x) { return x ? x + r.page[i]->cell : nullptr; };
         K.score_rope(s.lk, rows, (const uint8_t *) k.run.codes[0], k.run.params[0], p.k_order, h.kvh,
-            p.k_mean ? p.k_mean + (size_t) h.kvh * p.k.head_size : nullptr, p.rotary, of(p.sealed), of(p.positions),
-            s.dpk, q, to);
+            p.k_mean && !s.n_coords[0] ? p.k_mean + (size_t) h.kvh * p.k.head_size : nullptr, p.rotary, of(p.sealed),
+            of(p.positions), s.dpk, q, to);
+        for (int x = 0; s.n_coords[0] && x < rows * n; x++) { to[x] += means[(size_t) i * rows * n + x]; }
     } else if (!k.kernels) {
         const key_queries::set & set = h.keys->sets[(size_t) at.set];
         const float * add = means ? means + (size_t) i * rows * n : nullptr;
@@ -148,6 +190,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
                 h.open[r.first + i] *= c[i];
                 K.scale(s.dpv, out + (size_t) i * s.dpv, c[i]);
                 K.scale((int) s.rot, rot + i * s.rot, c[i]);
+                K.scale(s.v_stride, h.coords + (size_t) (r.first + i) * s.v_stride, c[i]);
                 K.scale(s.n_fold, h.fold + (size_t) (r.first + i) * s.n_fold, c[i]);
             }
         }
@@ -160,6 +203,11 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
 
     next.values(s);
     value_part(K, s, w, h, r, w.logits, f);
+    for (int i = 0; s.n_coords[1] && i < r.n_pages; i++) {
+        if (!r.page[i]->v_params) { continue; }
+        K.accum_tile(rows, s.v_stride, n, w.coords + (size_t) i * s.coord_floats() + s.key_floats() + s.turn_floats(),
+            w.logits + (size_t) i * per_page, f + i * KVQ_MAX_ROWS, h.coords + (size_t) r.first * s.v_stride);
+    }
     if (s.fold) { fold_part(K, s, h, r, w.logits, f); }
 }
 

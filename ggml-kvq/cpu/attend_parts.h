@@ -79,7 +79,14 @@ struct stream_plan {
     key_place place_of(const kvq_page & page) const {
         return rope ? places[(size_t) (&page - p->pages)] : key_place{ 0, 0 };
     }
-    bool has_means() const { return folded_k && p->k_mean; }
+    int n_coords[2]; // of a cell's keys and values (types/basis.h); 0: they have no coordinates
+    int v_stride;    // floats of a cell's coordinates of values, padded
+    bool has_coords() const { return n_coords[0] || n_coords[1]; }
+    // floats of a page's coordinates: keys as i16 and their scales, angles of its positions, values
+    size_t key_floats() const { return n_coords[0] ? (size_t) ((n_coords[0] / 2 + 1) * p->k.n_cells) : 0; }
+    size_t turn_floats() const { return n_coords[0] && p->rotary ? (size_t) (p->rotary->n_dims * p->k.n_cells) : 0; }
+    size_t coord_floats() const { return key_floats() + turn_floats() + (size_t) (p->v.n_cells * v_stride); }
+    bool has_means() const { return (folded_k && p->k_mean) || n_coords[0]; }
     size_t part_of(int kvh, int split, int row) const {
         return partial + (((size_t) kvh * n_splits + split) * n_rows + row) * ((size_t) n_sums() + 2);
     }
@@ -92,6 +99,7 @@ struct stream_plan {
 struct head_rows {
     int kvh;
     float *q, *out, *rot, *fold; // rows of dpk, dpv, stream_plan::rot, n_fold
+    float * coords;              // rows of v_stride: sums of f p c of sealed values
     // open: of l, the part of values that were not sealed: the others lack their mean, which is added at the end
     float *m, *l, *open;
     float slope[KVQ_MAX_ROWS];
@@ -103,15 +111,16 @@ struct head_rows {
 // One thread's working set, grown to the largest task and kept.
 struct workspace {
     float *logits, *tile, *floats, *part; // part: rows of dpv, of a mixed page
+    float * coords;                       // of a run's pages, coord_floats each: take_coords
     uint16_t *mask, *rows, *part_mask;
     void * work;
     std::vector<head_rows> heads;
 
     struct sizes {
-        size_t floats = 0, slots = 0, tile = 0, work = 0, heads = 0, part = 0, part_mask = 0;
+        size_t floats = 0, slots = 0, tile = 0, work = 0, heads = 0, part = 0, part_mask = 0, coords = 0;
         void cover(const sizes & o) {
             for (auto m : { &sizes::floats, &sizes::slots, &sizes::tile, &sizes::work, &sizes::heads, &sizes::part,
-                     &sizes::part_mask }) {
+                     &sizes::part_mask, &sizes::coords }) {
                 this->*m = std::max(this->*m, o.*m);
             }
         }
@@ -124,8 +133,8 @@ struct workspace {
             at += (nb + 63) / 64 * 64;
             return here;
         };
-        const size_t o[8] = { take(4 * z.floats), take(4 * z.slots), take(4 * z.tile), take(2 * z.slots),
-            take(2 * z.tile), take(z.work), take(4 * z.part), take(2 * z.part_mask) };
+        const size_t o[9] = { take(4 * z.floats), take(4 * z.slots), take(4 * z.tile), take(2 * z.slots),
+            take(2 * z.tile), take(z.work), take(4 * z.part), take(2 * z.part_mask), take(4 * z.coords) };
         if (at > size) {
             memory.reset((uint8_t *) aligned_alloc(64, at));
             if (!memory) {
@@ -143,6 +152,7 @@ struct workspace {
         work = m + o[5];
         part = (float *) (m + o[6]);
         part_mask = (uint16_t *) (m + o[7]);
+        coords = (float *) (m + o[8]);
         if (heads.size() < z.heads) { heads.resize(z.heads); }
     }
 
@@ -256,7 +266,10 @@ int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, cons
     int i, const float * q, const float * means, float * to);
 // What the mean of keys adds to the logits of a run's sealed pages, [page][row][n]; other pages' are left as they
 // are. Of all heads before the first is scored: the tables are then read once.
-void mean_part(const kvq_kernels & K, const stream_plan & s, const head_rows & h, const page_run & r, float * to);
+void mean_part(
+    const kvq_kernels & K, const stream_plan & s, workspace & w, const head_rows & h, const page_run & r, float * to);
+// Coordinates of a run's sealed pages and the angles of their keys, for all heads.
+void take_coords(const kvq_kernels & K, const stream_plan & s, workspace & w, const page_run & r);
 // out += sum of f p v over a run; prob [page][row][n_slots], f as the softmax leaves it.
 void value_part(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r,
     const float * prob, const float * f);

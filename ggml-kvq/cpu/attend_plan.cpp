@@ -20,7 +20,8 @@ static float alibi_slope(const stream_plan & s, int h) {
 void key_queries::make(const stream_plan & s, int kvh, int n_rows, const float * q) {
     const kvq_attn & p = *s.p;
     const int D = p.k.head_size;
-    const float * mean = p.k_mean ? p.k_mean + (size_t) kvh * D : nullptr;
+    // with coordinates the mean is part of the rows that they say
+    const float * mean = p.k_mean && !p.k_basis ? p.k_mean + (size_t) kvh * D : nullptr;
     std::vector<float> turned, sorted;
     sets.resize(std::max<size_t>(sets.size(), s.moved.size()));
     for (size_t i = 0; i < s.moved.size(); i++) {
@@ -81,7 +82,7 @@ static void find_places(stream_plan & s) {
                       by = now[0] - first;
         int32_t apart, gap, sign;
         K.page_positions(n, now, sealed, &apart, &gap, &sign);
-        const bool fits = !apart && sign >= 0 && (!p.k_mean || (!gap && n <= 2 * KVQ_TURN_HALF));
+        const bool fits = !apart && sign >= 0 && (!p.k_mean || p.k_basis || (!gap && n <= 2 * KVQ_TURN_HALF));
         const size_t set = (size_t) (std::find(s.moved.begin(), s.moved.end(), by) - s.moved.begin());
         if (!fits || set >= MAX_SETS) { continue; }
         if (set == s.moved.size()) { s.moved.push_back(by); }
@@ -102,6 +103,8 @@ static int n_seen_pages(const kvq_attn & p) {
     return n;
 }
 
+static int p_coords(const kvq_basis * b, const kvq_codec & c) { return b && c.coords ? b->n : 0; }
+
 int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.p = &attn;
     s.gqa = attn.n_head / attn.n_head_kv;
@@ -121,6 +124,9 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     if (lattice_k) { s.lk = kvq_lattice_make_keys(attn.k); }
     if (lattice_v) { s.lv = kvq_lattice_make_view(attn.v); }
     s.rope = lattice_k && (attn.rotary || attn.k_mean || attn.k_order);
+    s.n_coords[0] = p_coords(attn.k_basis, attn.k);
+    s.n_coords[1] = p_coords(attn.v_basis, attn.v);
+    s.v_stride = (s.n_coords[1] + 15) / 16 * 16;
     s.few = false;
     s.fold = nullptr;
     s.n_fold = 0;
@@ -193,6 +199,7 @@ void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, in
     h.out = take(rows * s.dpv);
     h.rot = take(rows * s.rot);
     h.fold = take(rows * (size_t) s.n_fold);
+    h.coords = take(rows * (size_t) s.v_stride);
     h.m = take(rows + 16); // the softmax reads whole registers
     h.l = take(rows + 16);
     h.open = take(rows);
@@ -206,6 +213,7 @@ void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, in
     memset(h.out, 0, 4 * rows * s.dpv);
     memset(h.rot, 0, 4 * rows * s.rot);
     memset(h.fold, 0, 4 * rows * (size_t) s.n_fold);
+    memset(h.coords, 0, 4 * rows * (size_t) s.v_stride);
     h.keys = s.few ? &s.prepared[(size_t) kvh] : &h.own;
     if (s.folded_k && !s.few && folds) { h.own.make(s, kvh, n_rows, h.q); }
 }
@@ -215,6 +223,18 @@ void end_head(const stream_plan & s, head_rows & h, int n_rows) {
     for (int r = 0; r < n_rows; r++) {
         float * out = h.out + (size_t) r * s.dpv;
         if (s.rotated_v) { kvq_get_kernels().unrotate(s.lv, h.rot + r * s.rot, out); }
+        if (s.n_coords[1]) { // sum f p (2 c - 15), then the basis once
+            const kvq_basis & b = *p.v_basis;
+            const size_t at = (size_t) h.kvh * p.v.head_size;
+            const float * sums = h.coords + (size_t) r * s.v_stride;
+            for (int d = 0; d < p.v.head_size; d++) {
+                float x = 0.0f;
+                for (int j = 0; j < b.n; j++) {
+                    x += sums[j] * b.out[((size_t) (j / 2) * b.width + at + d) * 2 + j % 2];
+                }
+                out[d] += b.step[at + d] * x;
+            }
+        }
         for (int d = 0; p.v_mean && d < p.v.head_size; d++) {
             out[d] += (h.l[r] - h.open[r]) * p.v_mean[(size_t) h.kvh * p.v.head_size + d];
         }

@@ -21,11 +21,12 @@ void kvq_cpu_column_sums(
     const size_t n_slots = first[(size_t) attn.n_pages], rows = (size_t) std::min(total, KVQ_MAX_ROWS);
     workspace::sizes size;
     size.heads = 1;
-    size.floats = rows * (size_t) (s.dpk + s.dpv + s.rot + 3) +
+    size.floats = rows * (size_t) (s.dpk + s.dpv + s.rot + s.v_stride + 3) +
         (s.has_means() ? KVQ_MAX_RUN * rows * (size_t) cells : 0) + 16 * 16;
     size.slots = rows * (size_t) cells;
     size.tile = (size_t) cells * std::max(s.dpk, s.dpv);
     size.work = kvq_work_bytes(s.k);
+    size.coords = s.coord_floats();
     const int n_split = std::max(1, std::min(attn.n_pages, (4 * n_threads + attn.n_head_kv - 1) / attn.n_head_kv)),
               n_tasks = attn.n_head_kv * n_split;
     kvq_parallel_for(n_tasks, n_threads, [&](int64_t i) {
@@ -64,7 +65,8 @@ void kvq_cpu_column_sums(
                 run.n_rows = end - a;
                 run.page[0] = &page;
                 std::copy(use + a, use + end, run.mask);
-                if (s.has_means()) { mean_part(K, s, h, run, h.means); }
+                if (s.has_coords()) { take_coords(K, s, w, run); }
+                if (s.has_means()) { mean_part(K, s, w, h, run, h.means); }
                 score_part(K, s, w, h, run, 0, h.q + (size_t) a * s.dpk, s.has_means() ? h.means : nullptr, w.logits);
                 // the softmax reads whole registers
                 float m[KVQ_MAX_ROWS + 16] = {}, l[KVQ_MAX_ROWS + 16] = {}, c[KVQ_MAX_ROWS];

@@ -97,11 +97,21 @@ static void turn_rows(const kvq_row_turn & a, bool back, uint16_t * rows, int st
     }
     if (a.before) { turn_columns(a.n_dims, a.neox, a.before, x); }
     for (int c = 0; c < D; c++) { f32_store(mean + (size_t) c * 16, f32_set1(a.mean ? a.mean[c] : 0.0f)); }
+    const bool together = a.pred && a.mean && a.of_mean; // a prediction is turned as the mean is
+    for (int c0 = 0; together && c0 < D; c0 += 16) {
+        f32x16 pred[16];
+        const int n = imin(16, D - c0);
+        load_columns(a.pred + c0, a.pred_stride, n, pred);
+        for (int c = 0; c < n; c++) {
+            float * at = mean + (size_t) (c0 + c) * 16;
+            f32_store(at, f32_add(f32_load(at), pred[c]));
+        }
+    }
     if (a.mean && a.of_mean) { turn_columns(a.n_dims, a.neox, a.of_mean, mean); }
     for (int c0 = 0; c0 < D; c0 += 16) {
         f32x16 pred[16];
         const int n = imin(16, D - c0);
-        if (a.pred) {
+        if (a.pred && !together) {
             load_columns(a.pred + c0, a.pred_stride, n, pred);
         } else {
             for (int c = 0; c < 16; c++) { pred[c] = f32_set1(0.0f); }

@@ -33,8 +33,9 @@ struct kvq_run {
 };
 
 // What is taken off 16 rows of a head, or put back. NULL: that step is left out.
-//   into a block   row = R_before row;  row - R_of_mean mean - pred;  R_behind row;  row[channel[i]] gain[i]
-//   back           row[channel[i]] = row[i] gain[i];  R_before row;  row + pred + R_of_mean mean;  R_behind row
+//   into a block   row = R_before row;  row - R_of_mean (mean + pred);  R_behind row;  row[channel[i]] gain[i]
+//                  where mean and pred are not turned: row - mean - pred
+//   back           row[channel[i]] = row[i] gain[i];  R_before row;  row + R_of_mean (mean + pred);  R_behind row
 struct kvq_row_turn {
     int head_size, n_dims;
     bool neox;
@@ -218,6 +219,17 @@ struct kvq_kernels {
     // pairs, then their sines. turn_rows: 16 rows of a head in f16, in place, on their way into blocks or back.
     void (*turn_table)(const kvq_rotary & rot, const int32_t * pos, bool inverse, float * out);
     void (*turn_rows)(const kvq_row_turn & a, bool back, uint16_t * rows, int stride);
+
+    // Coordinates of a page (types/basis.h); params: of its first head; at: where they begin in a head's; n: of a cell.
+    // Keys: 2 c - 15 as i16 [n/2][n_cells][2], then f32 scales [n_cells]. Values: (2 c - 15) scale as f32
+    // [n_cells][stride], stride a multiple of 16, zeros behind n.
+    void (*key_coords)(const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, int16_t * out);
+    void (*value_coords)(
+        const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, int stride, float * out);
+    // What mean and coordinates say of keys of a head of D channels, as to_tile has them: [dp][n_cells]. turns: tables
+    // of angles, one for 16 cells, NULL: keys are not turned
+    void (*basis_keys)(const kvq_basis & b, int head, int D, int dp, int n_cells, const int16_t * coords,
+        const float * mean, const float * turns, int n_dims, bool neox, float * tile);
 
     // As kvq_affine_encode_ref, for head sizes that are a multiple of 16; work: kvq_encode_bytes
     void (*encode_affine)(const kvq_view & v, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes,

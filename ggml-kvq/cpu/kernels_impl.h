@@ -2,6 +2,7 @@
 // compiled with wider instructions could be picked by the linker for every ISA.
 #include "kernels.h"
 #include "types/affine.h"
+#include "types/basis.h"
 #include "types/lattice.h"
 
 #include <math.h>
@@ -74,6 +75,7 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
 #include "impl_seal.h"
 #include "impl_predict.h"
 #include "impl_rows.h"
+#include "impl_basis.h"
 #include "impl_seal_lattice.h"
 #include "impl_state.h"
 
@@ -85,6 +87,6 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
         KVQ_NS::page_positions, KVQ_NS::mean_coefficients, KVQ_NS::score_mean, KVQ_NS::score_tile, KVQ_NS::accum_tile, \
         KVQ_NS::softmax, KVQ_NS::scale_row, KVQ_NS::page_weights, KVQ_NS::rank_cells, KVQ_NS::quantise_row,            \
         KVQ_NS::predict, KVQ_NS::sum_rows8, KVQ_NS::apply_tile8, KVQ_NS::lattice_rows, KVQ_NS::add_lattice_rows,       \
-        KVQ_NS::rows_to_f16, KVQ_NS::turn_table, KVQ_NS::turn_rows, KVQ_NS::encode_affine, KVQ_NS::encode_lattice,     \
-        KVQ_NS::decode_affine, KVQ_NS::match_affine, KVQ_NS::decode_lattice, KVQ_NS::match_lattice,                    \
-        KVQ_NS::hash_rows }
+        KVQ_NS::rows_to_f16, KVQ_NS::turn_table, KVQ_NS::turn_rows, KVQ_NS::key_coords, KVQ_NS::value_coords,          \
+        KVQ_NS::basis_keys, KVQ_NS::encode_affine, KVQ_NS::encode_lattice, KVQ_NS::decode_affine,                      \
+        KVQ_NS::match_affine, KVQ_NS::decode_lattice, KVQ_NS::match_lattice, KVQ_NS::hash_rows }

@@ -122,6 +122,28 @@ void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const *
     });
 }
 
+void kvq_cpu_take_coords(const kvq_lane_layout & l, const kvq_basis & b, int n, const uint16_t * const * tiles,
+    const kvq_row_transform * x, uint8_t * const * params, float * said, int n_threads) {
+    const size_t D = (size_t) l.codec.head_size, cells = (size_t) l.page_cells, width = (size_t) b.width;
+    kvq_parallel_for(n, n_threads, [&](int64_t i) {
+        kvq_row_transform of = { x[i].mean, x[i].rotary, x[i].positions, nullptr, nullptr, 0, nullptr, nullptr };
+        kvq_row_turns turns;
+        kvq_cpu_turns(l, of, false, turns);
+        of.turns = &turns;
+        std::vector<uint16_t> tile(tiles[i], tiles[i] + l.nb_frame / 2);
+        std::vector<float> rows(cells * width);
+        for (int h = 0; h < l.n_head; h++) {
+            uint16_t * const head = &tile[(size_t) h * l.nb_tile_head / 2];
+            rows_of_head(l, h, of, false, head, l.head_stride());
+            for (size_t t = 0; t < cells; t++) {
+                kvq_cpu_f16_to_f32(head + t * (size_t) l.head_stride(), &rows[t * width + (size_t) h * D], (int64_t) D);
+            }
+        }
+        kvq_basis_encode(b, l.codec, l.nb_params, rows.data(), params[i]);
+        kvq_basis_decode(b, l.codec, l.nb_params, params[i], said + (size_t) i * cells * width);
+    });
+}
+
 void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) {
     const size_t stride = (size_t) l.head_stride(), head = l.nb_tile_head / 2;
     kvq_row_turns turns;

@@ -134,6 +134,7 @@ const kvq_field kvq_codec_fields[] = {
     F(kvq_codec, n_hi),
     F(kvq_codec, split),
     F(kvq_codec, fast_bits),
+    F(kvq_codec, coords),
     F(kvq_codec, reserved),
 };
 
@@ -209,6 +210,8 @@ const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, map_stride),
     F(kvq_attn, far),
     F(kvq_attn, k_order),
+    F(kvq_attn, k_basis),
+    F(kvq_attn, v_basis),
 };
 
 const kvq_field kvq_order_fields[] = {

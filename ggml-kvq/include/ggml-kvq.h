@@ -153,7 +153,8 @@ typedef struct kvq_codec {
     int32_t hi, n_hi;  // mixed: bits of the salient cells, and how many of a page are
     int32_t split;     // lattice keys: kvq_split
     int32_t fast_bits; // split: bits of the fast half, 0: its channels are zero; `bits` are those of the slow half
-    int32_t reserved[3];
+    int32_t coords;    // lattice: a head's share of a cell's coordinates and their scale (kvq_basis), even, 0..64
+    int32_t reserved[2];
 } kvq_codec;
 
 typedef struct kvq_type_info {
@@ -239,6 +240,26 @@ typedef struct kvq_order {
     const float *gain, *back; // likewise; finite, > 0
 } kvq_order;
 
+// A basis of rows: what the rows of all heads of a cell have in common, in few numbers of 4 bits (types/basis.h).
+//   row[i] = scale * step[i] * sum_j (2 c[j] - 15) out[j/2][i][j%2] + what the blocks hold        c[j] = 0..15
+typedef struct kvq_basis {
+    int32_t n, width;    // coordinates of a cell, n_head_kv * codec.coords - 2, and channels of all heads
+    const float * in;    // [width][n]: c[j] = 8 + floor(sum_i row[i] in[i][j] / scale), within 0..15
+    const int16_t * out; // [n/2][width][2]
+    const float * step;  // [width]
+} kvq_basis;
+
+// Coordinates of a page: rows f32 [n_cells][width], less their means, into the parameters of n_head_kv blocks (each
+// kvq_codec_bytes of parameters, one behind the other), and the rows that they say. axes, read: f32 [n][width], what a
+// coordinate of 1 adds to a row and what it is read with. KVQ_ERR_SHAPE where the numbers do not fit each other.
+KVQ_API int kvq_coords_encode(
+    const kvq_codec * codec, int n_head_kv, const float * axes, const float * read, const float * rows, void * params);
+KVQ_API int kvq_coords_decode(
+    const kvq_codec * codec, int n_head_kv, const float * axes, const float * read, const void * params, float * rows);
+// A basis for kvq_attn, of the same axes; NULL: bad numbers. kvq_basis_free frees it.
+KVQ_API const kvq_basis * kvq_basis_new(int n, int width, const float * axes, const float * read);
+KVQ_API void kvq_basis_free(const kvq_basis * basis);
+
 enum {
     KVQ_ATTN_F32 = 1, // keep f32 arithmetic on sealed pages instead of int8 folding
     // a promise: positions of sealed cells are those of `sealed`. Devices then read keys without turning them
@@ -321,6 +342,9 @@ typedef struct kvq_attn {
     const kvq_far * far;    // NULL: one tier. Pages have no maps then, and n_cells slots
     // Sorted lattice keys: key = R_(pos - sealed) unsorted(decoded) + R_pos mean; NULL: no order and no gains
     const kvq_order * k_order;
+    // Lattice pages of whole layers: sealed rows also lack what their coordinates say, keys before rotary embedding as
+    // their mean. NULL: codec.coords is 0
+    const kvq_basis *k_basis, *v_basis;
 } kvq_attn;
 
 // Bytes of a far row of head_size channels; 0: no such format.

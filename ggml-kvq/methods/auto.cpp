@@ -6,7 +6,7 @@
 //   rung                 0      1      2      3      4      5      6
 //   pairs=norm|neox    0|2/1  0|2/2  0|4/2  0|4/3  2|4/3  2|4/4   4/4
 //   pairs=none          1/1    2/1    2/2    3/2    3/3    4/4
-//   pairs=sorted       keys: 1|2  1|3  1|4  2|4   4      values: 1  2  3  4
+//   pairs=sorted       keys: 1|2  1|3  1|4  2|4   4      values: 1  2  3  4      with coordinates, keys: 1 first
 // w|s are bits of the weak and of the strong half of the rotary pairs of keys (types/lattice.h). Calibrated data say
 // which pairs are strong, where a head turns as a whole:
 //   sorted       in each head those whose key energy times query energy is large, by what an error adds to a logit
@@ -20,6 +20,7 @@
 // The last level has the highest rungs everywhere and scales of 8 bits instead of 4.
 // With `far` the same blocks are the near copy of a second tier (SpeCache), which lies in host memory.
 #include "method.h"
+#include "types/lattice.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -49,6 +50,12 @@ static const kvq_option_info options[] = {
         "AQUA-KV section 3.1" },
     { "predictors", "off|on", "off",
         "on: predictor=auto, and where no data hold predictors the model's first use fits them", "ggml-kvq" },
+    { "k_coords", "int", "0",
+        "with means: what all heads of a layer's keys have in common in 4-bit coordinates, a head's share of them; "
+        "even, "
+        "0..64; 0: none. Data say how many",
+        "ggml-kvq" },
+    { "v_coords", "int", "0", "the same of values", "ggml-kvq" },
     { "alone", "text", "none", "layers that are not predicted, as 5.11.17: those of a cache of too few layers",
         "ggml-kvq" },
     { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: as calibrated", "AQUA-KV section 4" },
@@ -81,12 +88,16 @@ static constexpr int LONG_CONTEXT = 131072; // tokens at which bits count, in al
 // (docs/decisions/gains.md). Of what predictors leave they are halves.
 static constexpr rung sorted_keys[] = { { 1, 2, 0 }, { 1, 3, 0 }, { 1, 4, 0 }, { 2, 4, 0 }, { 4, 4, 0 } };
 static constexpr int KEY_RISES = sizeof(sorted_keys) / sizeof(rung) - 1, VALUE_RISES = 3;
-static rung sorted_rung(int k, int v) {
+// Coordinates hold most of a key, so there is a rung below: one block of 1 bit.
+static int more_rungs(const kvq_options & o) { return o.num("k_coords") > 0; }
+static rung sorted_rung(const kvq_options & o, int k, int v) {
+    k -= more_rungs(o);
+    if (k < 0) { return { 1, 1, 1 + v }; }
     const rung & keys = sorted_keys[v == VALUE_RISES ? k : std::min(k, KEY_RISES - 1)];
     return { keys.fast, keys.slow, 1 + v };
 }
 // Sides of all layers that rise one behind the other, without data of this model.
-static constexpr const char * DEFAULT_STEPS = "vkkvkvk";
+static constexpr const char *DEFAULT_STEPS = "vkkvkvk", *STEPS_OF_COORDS = "vkkkvkvk";
 
 // means=auto: a plan without data, which counts as if there were some
 static bool predicts(const kvq_options & o) { return !o.is("predictor", "none") || o.is("predictors", "on"); }
@@ -95,10 +106,10 @@ static bool splits(const kvq_options & o) { return !o.is("pairs", "none") && !o.
 static bool sorts(const kvq_options & o) { return splits(o) && (predicts(o) || o.is("pairs", "sorted")); }
 // What rises are layers, or sides of layers: 2 * layer + (1: values). How often one does, and a layer with its sides.
 static int n_rises(const kvq_options & o, int riser) {
-    return sorts(o) ? (riser % 2 ? VALUE_RISES : KEY_RISES)
+    return sorts(o) ? (riser % 2 ? VALUE_RISES : KEY_RISES + more_rungs(o))
                     : (int) (splits(o) ? sizeof(split_rungs) : sizeof(whole_rungs)) / (int) sizeof(rung) - 1;
 }
-static int n_rises_of_layer(const kvq_options & o) { return sorts(o) ? KEY_RISES + VALUE_RISES : n_rises(o, 0); }
+static int n_rises_of_layer(const kvq_options & o) { return sorts(o) ? n_rises(o, 0) + VALUE_RISES : n_rises(o, 0); }
 // scales=auto: above the highest rungs there is one more level, whose scales have 8 bits
 static int n_levels(const kvq_options & o, int n_layer) {
     return n_rises_of_layer(o) * n_layer + 1 + o.is("scales", "auto");
@@ -127,7 +138,7 @@ static std::vector<int> spread(int n) {
 static std::vector<int> usual_order(const kvq_options & o, int n_layer) {
     std::vector<int> out;
     const std::vector<int> once = spread(std::max(n_layer, 1));
-    for (const char * side = DEFAULT_STEPS; sorts(o) && *side; side++) {
+    for (const char * side = more_rungs(o) ? STEPS_OF_COORDS : DEFAULT_STEPS; sorts(o) && *side; side++) {
         for (const int layer : once) { out.push_back(2 * layer + (*side == 'v')); }
     }
     const int n = sorts(o) ? 0 : 2 * n_rises(o, 0);
@@ -138,6 +149,18 @@ static std::vector<int> usual_order(const kvq_options & o, int n_layer) {
         }
     }
     return out;
+}
+
+// An order of keys with coordinates, for keys without: each layer's first rise falls away.
+static void drop_lowest(std::vector<int> & order) {
+    const std::vector<int> with = order;
+    std::vector<bool> seen((size_t) *std::max_element(with.begin(), with.end()) + 1, false);
+    order.clear();
+    for (const int x : with) {
+        const bool first = x % 2 == 0 && !seen[(size_t) x];
+        seen[(size_t) x] = true;
+        if (!first) { order.push_back(x); }
+    }
 }
 
 // What rises, in that order, each as often as it can; empty with err set when `order` is none. n_layer 0: not known.
@@ -163,12 +186,15 @@ static std::vector<int> order_of(const kvq_options & o, const std::string & text
         ok = ok && (!*p || (*p == '.' && p[1]));
         p += ok && *p;
     }
-    const size_t each = (size_t) n_rises_of_layer(o), n = out.size() / each; // layers
+    const size_t each = (size_t) n_rises_of_layer(o);
+    const bool more = std::count(out.begin(), out.end(), 0) == KEY_RISES + 1; // of the first layer's keys
+    if (ok && sorted && more && !more_rungs(o)) { drop_lowest(out); }
+    const size_t n = out.size() / each; // layers
     std::vector<int> times(2 * n, 0);
     for (const int x : out) { ok = ok && (size_t) x < n * (1 + sorted) && ++times[(size_t) x] <= most[x % 2]; }
     if (!ok || out.size() != n * each || (n_layer && n != (size_t) n_layer)) {
         const std::string times_each =
-            sorted ? std::to_string(KEY_RISES) + "k and " + std::to_string(VALUE_RISES) + "v" : std::to_string(each);
+            sorted ? std::to_string(most[0]) + "k and " + std::to_string(VALUE_RISES) + "v" : std::to_string(each);
         err = "option order does not name each of " + (n_layer ? std::to_string(n_layer) + " layers " : "its layers ") +
             times_each + " times: make it again with ggml-kvq tune, or set order=none";
         out.clear();
@@ -188,6 +214,33 @@ static void settle_predictor(kvq_options & o, const std::string & made_for) {
 // few this is more than predictions save.
 static bool stands_alone(const kvq_options & o, int number) {
     return ("." + o.str("alone") + ".").find("." + std::to_string(number) + ".") != std::string::npos;
+}
+
+// Coordinates in a basis (types/basis.h): keys' and values' own, so a page needs no other layer.
+static kvq_status plan_coords(
+    const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
+    for (const bool value : { false, true }) {
+        const char * key = value ? "v_coords" : "k_coords";
+        const int n = o.num(key);
+        kvq_codec & codec = value ? out.v : out.k;
+        if (n && (predicts(o) || !o.is("far", "none"))) {
+            const char * other = predicts(o) ? "predictor" : "far";
+            err = "option " + std::string(key) + "=" + o.str(key) + " cannot go with " + other + "=" + o.str(other) +
+                ": leave one of them out";
+            return KVQ_ERR_OPTION;
+        }
+        codec.coords = n;
+        if (const char * why = kvq_lattice_refuse(codec)) {
+            err = "option " + std::string(key) + "=" + o.str(key) + ": " + why;
+            return KVQ_ERR_OPTION;
+        }
+        if (n && n * c.shape.n_head_kv < 4) {
+            err = "option " + std::string(key) + "=" + o.str(key) + " leaves layer " + std::to_string(c.shape.il) +
+                " no coordinates beside their scale: 4 or more are needed for one head";
+            return KVQ_ERR_OPTION;
+        }
+    }
+    return KVQ_OK;
 }
 
 static kvq_status plan(
@@ -235,7 +288,7 @@ static kvq_status plan(
     const bool halves = splits(given) && c.shape.head_size_k % 16 == 0;
     const rung at = predicted && !c.prev // nothing predicts it: AQUA-KV section 4
         ? rung{ 4, 4, 4 }
-        : sorts(given) ? sorted_rung(risen(2 * c.number), risen(2 * c.number + 1))
+        : sorts(given) ? sorted_rung(given, risen(2 * c.number), risen(2 * c.number + 1))
                        : (splits(given) ? split_rungs : whole_rungs)[risen(c.number)];
 
     const bool far = !given.is("far", "none"), means = given.is("means", "on");
@@ -271,13 +324,15 @@ static kvq_status plan(
         out.k.fast_bits = at.fast;
     }
     if (status != KVQ_OK || !means) { return status; }
+    const kvq_status coords = plan_coords(given, c, out, err);
+    if (coords != KVQ_OK) { return coords; }
     out.add("transform",
         { { "unrotate", 1 }, { "mean", 1 },
             { "sort",
                 !sorted     ? 0
                     : split ? KVQ_SORT_BLOCKS
                             : KVQ_SORT_GAINS },
-            { "counts_shared", !c.prev } });
+            { "k_coords", out.k.coords }, { "v_coords", out.v.coords }, { "counts_shared", !c.prev } });
     if (!predicted) { return KVQ_OK; }
     const kvq_status chained = kvq_plan_predictor(given, c, out, err);
     const size_t cure = chained == KVQ_OK ? std::string::npos : err.find("predictor=bias"); // of aqua

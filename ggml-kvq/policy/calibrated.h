@@ -3,6 +3,8 @@
 
 #include "chain.h"
 
+#include "types/basis.h"
+
 #include <algorithm>
 #include <vector>
 
@@ -15,8 +17,9 @@ struct kvq_layer_calibration {
         kvq_order view = {}; // of those three, where they lie now
         void look() { view = { channel.data(), gain.data(), back.data() }; }
     } k_order, k_left;
-    order k_gains; // of keys in one block: the gains of k_order, channels stay where they are
-    int prev = -1; // the layer before it in the cache
+    order k_gains;           // of keys in one block: the gains of k_order, channels stay where they are
+    kvq_basis_data basis[2]; // of un-rotated keys less their means, and of values; n 0: not in the data
+    int prev = -1;           // the layer before it in the cache
     kvq_chain_weights w;
 
     // Once the vectors lie where they stay. What k_order names wrongly is left out: kvq_calibration::fits refuses it.
@@ -36,5 +39,6 @@ struct kvq_layer_calibration {
             }
         }
         for (order * o : { &k_order, &k_left, &k_gains }) { o->look(); }
+        for (kvq_basis_data & b : basis) { b.look(); }
     }
 };

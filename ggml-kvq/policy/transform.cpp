@@ -19,6 +19,15 @@ std::vector<float> kvq_transform::predicted(const kvq_lane & x, int s, int p) co
     return out;
 }
 
+std::vector<float> kvq_transform::of_coords(const kvq_lane & x, const uint8_t * params) const {
+    std::vector<float> out;
+    if (basis) {
+        out.resize((size_t) x.layout().page_cells * (size_t) basis->width);
+        kvq_basis_decode(*basis, x.layout().codec, x.layout().nb_params, params, out.data());
+    }
+    return out;
+}
+
 kvq_row_transform kvq_transform::transform_here(
     const kvq_lane & x, const int32_t * pos, const int32_t * was, const std::vector<float> & pred) const {
     return { mean, rotor ? &rotor->view() : nullptr, pos, was, pred.empty() ? nullptr : pred.data(),
@@ -107,6 +116,8 @@ void kvq_transform::leave_out(
         const std::vector<int> stripe(pages.begin() + (long) i, pages.begin() + (long) (i + n));
         for (int p : stripe) { note_sealed(x, s, p); } // before predictions and transforms read positions
         const float * pred = chained ? chain->predict(ordinal, value, s, stripe) : nullptr;
+        const size_t pred_stride = chained ? chain->stride(value) : basis ? (size_t) basis->width : 0;
+        std::vector<float> said; // by coordinates
         const size_t first = reduced.size();
         std::vector<const uint16_t *> from;
         std::vector<kvq_row_transform> jobs;
@@ -115,8 +126,17 @@ void kvq_transform::leave_out(
             reduced.push_back(x.scratch->take(l.nb_frame));
             blocks[i + j].tile = reduced.back();
             jobs.push_back(transform_of(x, s, stripe[j]));
-            jobs.back().pred = pred ? pred + j * l.page_cells * chain->stride(value) : nullptr;
-            jobs.back().pred_stride = pred ? chain->stride(value) : 0;
+        }
+        if (basis) {
+            std::vector<uint8_t *> params;
+            for (size_t j = 0; j < n; j++) { params.push_back((uint8_t *) blocks[i + j].params); }
+            said.resize(n * (size_t) l.page_cells * pred_stride);
+            kvq_cpu_take_coords(l, *basis, (int) n, from.data(), jobs.data(), params.data(), said.data(), n_threads);
+            pred = said.data();
+        }
+        for (size_t j = 0; j < n && pred; j++) {
+            jobs[j].pred = pred + j * (size_t) l.page_cells * pred_stride;
+            jobs[j].pred_stride = pred_stride;
         }
         x.device.transforms()->take_out(l, (int) n, from.data(), reduced.data() + first, jobs.data(), n_threads);
         i += n;
@@ -136,6 +156,11 @@ void kvq_transform::put_back(const kvq_lane & x, int s, int p, uint16_t * tile) 
         turn.pred = chain->predict(ordinal, value, s, { p });
         turn.pred_stride = chain->stride(value);
     }
+    const std::vector<float> said = of_coords(x, x.params_at(s, p, 0));
+    if (!said.empty()) {
+        turn.pred = said.data();
+        turn.pred_stride = (size_t) basis->width;
+    }
     x.device.transforms()->put_back(x.layout(), tile, turn);
 }
 
@@ -154,6 +179,7 @@ void kvq_transform::copied_page(kvq_lane & x, int from, int to, int p) {
 
 void kvq_transform::spans(kvq_attn & a, int s) {
     (value ? a.v_mean : a.k_mean) = mean;
+    (value ? a.v_basis : a.k_basis) = basis;
     if (!value) { a.k_order = order; }
     if (!positions) { return; }
     a.rotary = rotor ? &rotor->view() : nullptr;
@@ -172,6 +198,10 @@ static void shape(const kvq_part & part, const kvq_layer_plan &, bool value, kvq
 
 static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     if (l.centred) { l.bytes_calibration += kvq_pad(4 * (size_t) l.n_head * l.codec.head_size, KVQ_ALIGN); }
+    const int coords = l.codec.coords * l.n_head;
+    if (coords) { // and their scale
+        l.bytes_calibration += kvq_pad(kvq_basis_data::nb(coords - 2, l.n_head * l.codec.head_size), KVQ_ALIGN);
+    }
     if (l.sorted) { l.bytes_calibration += kvq_pad(10 * (size_t) l.n_head * l.codec.head_size, KVQ_ALIGN); }
     if (part.get("counts_shared") > 0 && !value) { // positions now and when sealed; layers that hold the page
         const size_t pages = (size_t) l.n_pages * l.n_stream;
@@ -189,9 +219,14 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
     kvq_positions * positions = (kvq_positions *) table.get();
     if (positions && !positions->ok()) { return false; }
     const bool mean = part.get("mean") > 0;
+    if ((l.codec.coords || at.v->layout().codec.coords) && !at.device.is_host()) {
+        at.why = "coordinates (options k_coords and v_coords) are read on the CPU alone: leave them out";
+        return false;
+    }
     for (const bool value : { false, true }) {
         const float * its_mean = mean ? (value ? at.data->v_mean : at.data->k_mean).data() : nullptr;
         at.transforms[value] = at.own(new kvq_transform(value, its_mean, value ? nullptr : positions));
+        if (at.lane(value).layout().codec.coords) { at.transforms[value]->basis = &at.data->basis[value].view; }
         if (!value && part.get("sort") > 0) {
             const auto & order = at.plan.part("chain") ? at.data->k_left
                 : part.get("sort") == KVQ_SORT_GAINS   ? at.data->k_gains
@@ -204,7 +239,15 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
 }
 
 static std::string words(const std::vector<kvq_part_of_layer> & layers, const kvq_stats &) {
-    return layers[0].part->get("mean") > 0 ? "; channel means are taken off keys and values" : "";
+    const kvq_part & part = *layers[0].part;
+    const int k = (int) part.get("k_coords"), v = (int) part.get("v_coords");
+    const std::string what = !k ? "values"
+        : !v                    ? "keys"
+                                : "keys and values",
+                      coords = !k && !v ? "" : " and what their coordinates say";
+    return part.get("mean") > 0
+        ? "; channel means" + coords + " are taken off " + (coords.empty() ? "keys and values" : what)
+        : "";
 }
 
 extern const kvq_policy_kind kvq_policy_transform;

@@ -17,7 +17,7 @@ void kvq_transform::image_page(const kvq_lane & x, int s, int p, const int32_t *
     const kvq_lane_layout & l = x.layout();
     const int D = l.codec.head_size, W = D * l.n_head;
     std::vector<uint16_t> head((size_t) l.page_cells * D);
-    const std::vector<float> pred = predicted(x, s, p);
+    const std::vector<float> pred = basis ? of_coords(x, params) : predicted(x, s, p);
     kvq_row_transform turn = transform_here(x, pos, was, pred);
     kvq_cpu_turns(l, turn, true, turns);
     turn.turns = &turns;
@@ -104,14 +104,13 @@ void kvq_transform::images_come(const kvq_lane & x, const std::vector<const uint
     }
 }
 
-// Parameters of head h, and with the first head positions when sealed, from the low bits of its rows; then its codes.
-// False: the rows are no image.
-bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t * rows,
-    const std::vector<float> & pred, kvq_row_turns & turns, bool marked, std::vector<uint16_t> & head,
+// Parameters of head h, and with the first head positions when sealed, from the low bits of its rows, which go to
+// `head`. False: the rows are no image.
+bool kvq_transform::take_params(const kvq_lane & x, int h, int low, const uint16_t * rows, std::vector<uint16_t> & head,
     kvq_page_image & out) const {
     const kvq_lane_layout & l = x.layout();
     const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head;
-    std::vector<int32_t> &pos = out.pos, &was = out.was;
+    std::vector<int32_t> & was = out.was;
     for (int t = 0; t < l.page_cells; t++) {
         memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * D);
     }
@@ -119,6 +118,17 @@ bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t
     if (!kvq_image_take(head.size(), head.data(), low, bytes.size(), bytes.data())) { return false; }
     std::copy_n(bytes.data(), l.nb_params, &out.params[h * l.nb_params]);
     if (!h && !was.empty()) { memcpy(was.data(), &bytes[l.nb_params], 4 * was.size()); }
+    return true;
+}
+
+// take_params, then its codes.
+bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t * rows,
+    const std::vector<float> & pred, kvq_row_turns & turns, bool marked, std::vector<uint16_t> & head,
+    kvq_page_image & out) const {
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size, nb = l.nb_params + (h ? 0 : 4 * out.was.size());
+    std::vector<int32_t> &pos = out.pos, &was = out.was;
+    if (!take_params(x, h, low, rows, head, out)) { return false; }
     for (size_t t = 0; !h && t < was.size(); t++) {
         if (rotor->first() && was[t] == KVQ_SEALED_HERE) {
             was[t] = pos[t];
@@ -128,7 +138,7 @@ bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t
         if (was[t] < -1 || was[t] >= position_bound(x)) { return false; } // no image
         rotor->cover(was[t]);
     }
-    const kvq_low_bits more = { low + kvq_image_width(head.size(), bytes.size()), marked && !h };
+    const kvq_low_bits more = { low + kvq_image_width(head.size(), nb), marked && !h };
     const uint16_t plain = (uint16_t) ~((1 << more.n) - 1);
     for (uint16_t & v : head) { v &= plain; }
     for (size_t i = 0; more.marked && i < head.size(); i++) { head[i] &= (uint16_t) ~more.mask(l.codec, i); }
@@ -155,9 +165,12 @@ bool kvq_transform::take_image(
         rotor->cover(pos[(size_t) t]);
     }
     std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
-    const std::vector<float> pred = predicted(x, s, p);
     kvq_row_turns turns; // made with the first head
     was.assign(keeps_turn() ? (size_t) l.page_cells : 0, 0);
+    for (int h = 0; basis && h < l.n_head; h++) { // all heads have coordinates of each
+        if (!take_params(x, h, image_low_bits(x), rows, head, out)) { return false; }
+    }
+    const std::vector<float> pred = basis ? of_coords(x, out.params.data()) : predicted(x, s, p);
     for (int h = 0; h < l.n_head; h++) {
         if (!take_head(x, h, image_low_bits(x), rows, pred, turns, marked, head, out)) { return false; }
     }

@@ -62,6 +62,7 @@ static float top_level(const kvq_codec & c) { return c.scale == 1 ? 255.0f : 15.
 
 int kvq_lattice_halves(const kvq_codec & c, kvq_lattice_half out[2]) {
     out[0] = { c, 0, 0, false };
+    out[0].codec.coords = 0;
     if (!c.split) { return 1; }
     out[0].codec.split = out[0].codec.fast_bits = 0;
     out[0].codec.head_size = c.head_size / 2;
@@ -90,6 +91,7 @@ const char * kvq_lattice_refuse(const kvq_codec & c) {
         return "the head size must be a multiple of 8 up to 1024";
     }
     if (c.role != KVQ_ROLE_K && c.role != KVQ_ROLE_V) { return "the role must be K or V"; }
+    if (c.coords < 0 || c.coords > 64 || c.coords % 2) { return "coordinates must be even, 0..64 a head"; }
     if (c.scale < 0 || c.scale > 2) { return "the scale format must be 0 (f16), 1 (8-bit) or 2 (4-bit)"; }
     return nullptr;
 }
@@ -109,7 +111,10 @@ static size_t over_halves(const kvq_codec & c, size_t (*of)(const kvq_codec & c)
 }
 
 size_t kvq_lattice_nb_codes(const kvq_codec & c) { return over_halves(c, nb_block_codes); }
-size_t kvq_lattice_nb_params(const kvq_codec & c) { return over_halves(c, nb_block_params); }
+size_t kvq_lattice_coords_at(const kvq_codec & c) { return over_halves(c, nb_block_params); }
+size_t kvq_lattice_nb_params(const kvq_codec & c) {
+    return kvq_lattice_coords_at(c) + (size_t) c.coords / 2 * (size_t) c.n_cells;
+}
 
 // ---------------------------------------------------------------- index fields
 

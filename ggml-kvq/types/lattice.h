@@ -17,6 +17,8 @@
 // 4 bits lose 0.1 to 0.7 % in squared error, and spare as much as an eighth of the codes' bytes (keys of 64 channels in
 // halves, 2 bits).
 //
+// Coordinates (codec.coords, basis.h) lie behind the scales: u8 [coords/2][n_cells], the even one in the low half.
+//
 // Split keys (codec.split): the channels of the slow half of the rotary pairs are a block of their own, rotated and
 // scaled by themselves; those of the fast half another one of codec.fast_bits, or zero with 0 bits. Pairs stay
 // together, so that keys may be turned as a whole. Behind the window fast pairs add to a logit what averages out over
@@ -75,6 +77,7 @@ static inline int kvq_lattice_channel(const kvq_codec & c, bool fast, int i) {
 const char * kvq_lattice_refuse(const kvq_codec & c);
 size_t kvq_lattice_nb_codes(const kvq_codec & c);
 size_t kvq_lattice_nb_params(const kvq_codec & c);
+size_t kvq_lattice_coords_at(const kvq_codec & c); // where coordinates begin in the parameters (basis.h)
 void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
     void * codes, void * params);
 // The same by another encoder of blocks that are not split.

@@ -104,6 +104,10 @@ def arrays(means: Means) -> dict[str, np.ndarray]:
     if means.pairs == "sorted":
         for il, (channel, gain) in means.order.items():
             out |= {f"kvq.aqua.blk.{il}.k.order": channel, f"kvq.aqua.blk.{il}.k.gain": gain}
+    for il, sides in means.basis.items():
+        for name, basis in zip("kv", sides):
+            if basis is not None:
+                out |= {f"kvq.aqua.blk.{il}.{name}.axes": basis.axes, f"kvq.aqua.blk.{il}.{name}.read": basis.read}
     return out
 
 
@@ -130,6 +134,7 @@ def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, 
         "kvq.aqua.tokens": means.n_tokens,
         "kvq.auto.pairs": means.pairs,
         **_order(means.climb if means.pairs == "sorted" else "none"),
+        **{f"kvq.auto.{name}_coords": n for name, n in zip("kv", means.coords) if n},
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..reference.auto import RUNGS, SORTED_KEYS, SORTED_VALUES, WHOLE, code_bits, spread
+from ..reference.auto import COORD_KEYS, RUNGS, SORTED_KEYS, SORTED_VALUES, WHOLE, code_bits, spread
 from .order import ERRORS
 
 Riser = tuple[int, str]
@@ -43,10 +43,11 @@ class Ladder:
         return {"pairs": self.pairs, "order": self.text([*order, *later]), "level": len(order)}
 
 
-def of(pairs: str) -> Ladder:
-    """The ladder of such keys (means.Means.pairs)."""
+def of(pairs: str, coords: bool = False) -> Ladder:
+    """The ladder of such keys (means.Means.pairs); coords: they have coordinates."""
     if pairs == "sorted":
-        return Ladder(pairs, {"k": [sum(half) / 2 for half in SORTED_KEYS], "v": [float(x) for x in SORTED_VALUES]})
+        keys = COORD_KEYS if coords else SORTED_KEYS
+        return Ladder(pairs, {"k": [sum(half) / 2 for half in keys], "v": [float(x) for x in SORTED_VALUES]})
     return Ladder(pairs, {"": [code_bits(rung) for rung in (WHOLE if pairs == "none" else RUNGS)]})
 
 

@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 
 from .. import files
+from ..errors import KvqError
 from ..progress import Line
-from ..reference.auto import SORTED_KEYS
+from ..reference.auto import COORD_KEYS, SORTED_KEYS
 from . import capture, ladder
-from .order import logit_errors, sorted_keys
+from .basis import Basis
+from .basis import fit as fit_basis
+from .order import logit_errors, pair_channels, sorted_keys
 
-FORMAT = 3  # of a checkpoint
+FORMAT = 4  # of a checkpoint
 
 
 @dataclass
@@ -31,8 +34,15 @@ class Moments:
 
     total: np.ndarray
     square: np.ndarray
+    product: np.ndarray  # of pairs of channels, [width, width]; empty where it is not asked for
+
+    @classmethod
+    def of(cls, width: int, product: bool) -> Moments:
+        return cls(np.zeros(width), np.zeros(width), np.zeros((width, width) if product else (0, 0)))
 
     def add(self, x: np.ndarray) -> None:
+        if len(self.product):
+            self.product += x.T @ x
         self.total += x.sum(0, dtype=np.float64)
         self.square += np.einsum("ti,ti->i", x, x, dtype=np.float64)
 
@@ -43,7 +53,8 @@ class Means:
     keys and values; rms[il] = root mean square of the rows; pairs: how keys are to be split, one of
     capture.SPLITS or "sorted"; order[il] = (channel, gain), f32 [width] each: how they can be sorted (order.py);
     climb: option `order` of method auto with sorted keys, in which their layers rise, "none" where it is not known;
-    losses: divergence by `pairs`, where it was tried (halves.py).
+    losses: divergence by `pairs`, where it was tried (halves.py); coords: options k_coords and v_coords of method auto;
+    basis[il]: of keys and of values, where these are not 0.
     """
 
     mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
@@ -53,6 +64,8 @@ class Means:
     order: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     climb: str = "none"
     losses: dict[str, float] = field(default_factory=dict)
+    coords: tuple[int, int] = (0, 0)
+    basis: dict[int, tuple[Basis | None, Basis | None]] = field(default_factory=dict)
     n_tokens: int = 0
     seconds: float = 0.0
     peak_mib: float = 0.0
@@ -71,11 +84,13 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = False,
     tick: capture.Tick | None = None,
+    coords: tuple[int, int] = (0, 0),
 ) -> Means:
     """Means over n_sequences of `length` tokens of the text.
 
     checkpoint: file that holds the sums so far; a run that finds one of the same model, text and numbers goes on where
-    it stopped. It is the caller's to remove, when the means are written. shorten: a text of fewer tokens is one
+    it stopped. It is the caller's to remove, when the means are written. coords: fit bases, too, of so many coordinates
+    a head of keys and of values. shorten: a text of fewer tokens is one
     shorter sequence. Raises KvqError for a text that is too short or a model without attention.
     """
     started = time.monotonic()
@@ -88,14 +103,11 @@ def fit(
             length,
             sinks,
             seed,
+            coords,
             FORMAT,
         ]
     )
-    sums = {
-        (il, v): Moments(np.zeros(h * (dv if v else dk)), np.zeros(h * (dv if v else dk)))
-        for il, h, dk, dv in shapes
-        for v in (0, 1)
-    }
+    sums = {(il, v): Moments.of(h * (dv if v else dk), bool(coords[v])) for il, h, dk, dv in shapes for v in (0, 1)}
     turned = "none"
     before = {il: np.zeros(h * dk) for il, h, dk, _ in shapes}  # queries' mean squares, summed over sequences
     met = dict(before)
@@ -105,6 +117,7 @@ def fit(
         done, turned = int(saved["done"]), str(saved["pairs"])
         for (il, v), m in sums.items():
             m.total[:], m.square[:] = saved[f"{il}.{v}.total"], saved[f"{il}.{v}.square"]
+            m.product[:] = saved[f"{il}.{v}.product"]
         before = {il: saved[f"{il}.queries"] for il in before}
     line = Line(progress)
     with capture.open_model(path, length, n_threads) as model, capture.observed_queries(model):
@@ -134,6 +147,7 @@ def fit(
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
     errors: dict[int, list[float]] = {}
+    remains: dict[int, float] = {}  # share of values' energy that coordinates leave
     for ordinal, (il, heads, size, _) in enumerate(shapes):
         mean_k, mean_v = (sums[il, v].total / n for v in (0, 1))
         share_k, share_v = (
@@ -146,13 +160,41 @@ def fit(
         if turned != "none" and met[il].any():
             keys = np.maximum(sums[il, 0].square / n - mean_k**2, 0).reshape(heads, size)
             queries = (met[il] / n_sequences).reshape(heads, size)
+            if any(coords):
+                cost = [_by_pair(queries, turned).reshape(-1), np.ones(len(mean_v))]
+                found = [_basis(sums[il, v], n, cost[v], heads * coords[v] - 2) if coords[v] else None for v in (0, 1)]
+                out.basis[il] = found[0], found[1]
+                keys = keys if found[0] is None else found[0].left.reshape(heads, size)
+                total = float((sums[il, 1].square / n - mean_v**2).sum())
+                remains[ordinal] = 1.0 if found[1] is None else float(found[1].left.sum()) / max(total, 1e-30)
             order = sorted_keys(keys, queries, turned)
             out.order[il] = (order[0].reshape(-1), order[1].reshape(-1))
-            errors[ordinal] = logit_errors(keys, queries, turned, SORTED_KEYS)
+            errors[ordinal] = logit_errors(keys, queries, turned, COORD_KEYS if coords[0] else SORTED_KEYS)
+    if any(coords):
+        if len(out.basis) != len(shapes):
+            raise KvqError("coordinates are for keys that turn as a whole, by one position; leave --coords out")
+        out.coords = coords
     if len(errors) == len(shapes):
-        rungs = ladder.of("sorted")
-        out.climb = rungs.text(ladder.climb_evenly(ladder.estimated(errors), rungs, groups))
+        rungs = ladder.of("sorted", bool(coords[0]))
+        out.climb = rungs.text(
+            ladder.climb_evenly(
+                ladder.estimated(errors, {il: ladder.VALUES * x for il, x in remains.items()}), rungs, groups
+            )
+        )
     return out
+
+
+def _by_pair(queries: np.ndarray, kind: str) -> np.ndarray:
+    """Mean squares [heads, head_size], alike in both channels of a rotary pair: positions turn one into the other."""
+    out = np.empty_like(queries)
+    pairs = pair_channels(queries.shape[1], kind)
+    out[:, pairs] = queries[:, pairs].mean(-1, keepdims=True)
+    return out
+
+
+def _basis(sums: Moments, n: int, cost: np.ndarray, n_coords: int) -> Basis:
+    mean = sums.total / n
+    return fit_basis(sums.product / n - np.outer(mean, mean), cost, n_coords)
 
 
 def _save(
@@ -165,7 +207,9 @@ def _save(
 ) -> None:
     """Replace the checkpoint in one step: a killed run leaves the old one or the new one."""
     arrays: dict[str, Any] = {f"{il}.queries": x for il, x in met.items()}
-    arrays |= {f"{il}.{v}.{name}": getattr(m, name) for (il, v), m in sums.items() for name in ("total", "square")}
+    arrays |= {
+        f"{il}.{v}.{name}": getattr(m, name) for (il, v), m in sums.items() for name in ("total", "square", "product")
+    }
     with files.whole(store) as new, open(new, "wb") as f:
         np.savez(f, key=np.array(key), done=np.array(done), pairs=np.array(pairs), **arrays)
 

@@ -30,3 +30,11 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1 << 31:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
+
+
+def coords(text: str) -> tuple[int, int]:
+    """12,6: of keys and of values, even numbers up to 64."""
+    found = [natural(part) for part in text.split(",")]
+    if len(found) != 2 or any(n % 2 or n > 64 for n in found):
+        raise argparse.ArgumentTypeError(f"{text} is not two even numbers up to 64, of keys and of values, as 12,6")
+    return found[0], found[1]

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from .. import sidecars
+from .. import default_means, sidecars
 from . import _sizes as sizes
 
 DEFAULTS: dict[str, Any] = {
@@ -21,10 +21,11 @@ DEFAULTS: dict[str, Any] = {
     "length": 2048,
     "sinks": 4,
     "seed": 0,
+    "coords": (0, 0),
 }
 # Flags that are nothing to one way of calibrating, and what they go with.
 OF_PREDICTORS = ("weights", "k_bits", "v_bits", "first_bits", "work", "hf")
-OF_MEANS = ("predictor", "sequences", "sinks", "seed")
+OF_MEANS = ("predictor", "sequences", "sinks", "seed", "coords")
 XQUANT_WINDOW = 128  # tokens that xquant keeps in f16 while it is searched
 SEARCHED = 1024  # tokens of a window of xquant's search at most
 
@@ -39,7 +40,11 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--preset", choices=("1.38", "1.41", "1.16"), help="xquant: code bits to keep (default 1.38)")
     parser.add_argument(
-        "-f", "--file", metavar="TEXT", help="text of the kind the model will see; xquant without it: the preset alone"
+        "-f",
+        "--file",
+        metavar="TEXT",
+        help="text of the kind the model will see; xquant without it: the preset alone; --coords"
+        " without it: the package's own",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="sidecar to write (default: the model's name with .kvq.gguf)"
@@ -48,6 +53,12 @@ def register(subparsers: Any) -> None:
         "--predictor",
         choices=("bias", "k", "full", "fold"),
         help="channel means, or linear predictors of keys, of both, or of both from keys alone (default bias)",
+    )
+    parser.add_argument(
+        "--coords",
+        type=sizes.coords,
+        metavar="K,V",
+        help="with means: coordinates of keys and of values, a head's share of a layer's, even, as 12,6 (default 0,0)",
     )
     parser.add_argument("--weights", choices=("f16", "q4_0"), help="format of the predictors (default f16)")
     for name, what in (("k_bits", "keys"), ("v_bits", "values"), ("first_bits", "the first layer, at least")):
@@ -98,6 +109,8 @@ def settle(args: argparse.Namespace) -> None:
             passed_over |= dict.fromkeys(
                 OF_PREDICTORS, "--predictor k, full or fold; means are f32, of the GGUF itself"
             )
+        else:
+            passed_over["coords"] = "--predictor bias"
     for name, cure in passed_over.items():
         if getattr(args, name) is not None:
             raise KvqError(f"{flag(name)} {getattr(args, name)} goes with {cure}; add that or drop it")
@@ -108,7 +121,10 @@ def settle(args: argparse.Namespace) -> None:
             f"--length {args.length}: xquant keeps the newest {XQUANT_WINDOW} tokens in f16 and is scored on the second"
             f" half of a window, which would read no codes; give --length {3 * XQUANT_WINDOW} or more"
         )
-    for name, value in DEFAULTS.items():
+    own = {}  # with the package's text
+    if args.coords and not args.file:
+        own = {"sequences": default_means.SEQUENCES, "length": default_means.LENGTH}
+    for name, value in {**DEFAULTS, **own}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
 
@@ -122,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     settle(args)
     if args.method == "xquant":
         return run_xquant(args)
-    if not args.file:
+    if not args.file and args.coords == (0, 0):
         raise KvqError("aqua is calibrated on a text; give -f TEXT")
     model = hub.resolve(args.model)
     check_inputs(model, args.file)
@@ -133,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
             " sinks than --length"
         )
     files._gguf()
-    text = read_text(args.file, "-f")
+    own = (default_means.TEXT, default_means.MORE)
+    text = read_text(args.file, "-f") if args.file else "\n".join(x.read_text(encoding="utf-8") for x in own)
     with alone(out, "ggml-kvq calibrate"):
         return (run_means if args.predictor == "bias" else run_predictors)(args, model, out, text)
 
@@ -152,8 +169,12 @@ def run_means(args: argparse.Namespace, model: Path, out: Path, text: str) -> in
         n_threads=args.threads,
         checkpoint=checkpoint,
         progress=True,
+        coords=args.coords,
     )
-    fitted = halves.checked(model, fitted, text, args.threads)
+    if args.coords == (0, 0):
+        fitted = halves.checked(model, fitted, text, args.threads)
+    elif fitted.pairs != "none":
+        fitted.pairs = "sorted"  # of what coordinates leave, fast pairs are no noise
     files.write_sidecar(out, files.fields(model, fitted, args.sinks), files.arrays(fitted))
     checkpoint.unlink(missing_ok=True)
     print(f"{'layer':>5} {'K energy in means':>18} {'V energy in means':>18}")
@@ -191,9 +212,10 @@ def next_commands(args: argparse.Namespace, model: Path, out: Path) -> str:
     config = "" if found else f" --kv-config {shlex.quote(str(out))}"
     m, other = shlex.quote(str(model)), "  # a text that was not calibrated on" if args.file else ""
     whole = shlex.quote(str(model.with_name(f"{model.stem}-{args.method}.gguf")))
+    method = "auto" if any(args.coords) else args.method
     return (
-        f"next: llama-cli -m {m} --kv-method {args.method}{config}\n"
-        f"      ggml-kvq eval -m {m} --cache {shlex.quote(f'{args.method}@{out}')} -f ANOTHER.txt{other}\n"
+        f"next: llama-cli -m {m} --kv-method {method}{config}\n"
+        f"      ggml-kvq eval -m {m} --cache {shlex.quote(f'{method}@{out}')} -f ANOTHER.txt{other}\n"
         f"      ggml-kvq embed {m} {shlex.quote(str(out))} {whole}"
     )
 

@@ -36,6 +36,7 @@ def c_codec(c: Codec) -> native.kvq_codec:
         c.n_hi,
         c.split,
         c.fast_bits,
+        c.coords,
     )
 
 
@@ -252,6 +253,7 @@ def _structs(
     lse: np.ndarray | None,
     sealed: Any = None,
     order: tuple[np.ndarray, np.ndarray] | None = None,
+    bases: tuple[Any, Any] = (None, None),
 ) -> tuple[Any, list[Any]]:
     """kvq_attn of every stream, and what must outlive them."""
     structs = (native.kvq_attn * len(streams))()
@@ -284,6 +286,7 @@ def _structs(
             held = native.kvq_order(_at(channel, c_uint16), _at(gain, c_float), _at(back, c_float))
             a.k_order = pointer(held)
             keep += [channel, gain, back, held]
+        a.k_basis, a.v_basis = bases
         a.sinks, a.pages, a.lse = _at(s.sinks, c_float), pages, _at(lse, c_float)
         if s.far is not None:
             far, rows = s.far.struct()
@@ -304,10 +307,11 @@ def attend(
     lse: np.ndarray | None = None,
     sealed: np.ndarray | None = None,
     order: tuple[np.ndarray, np.ndarray] | None = None,
+    bases: tuple[Any, Any] = (None, None),
 ) -> None:
     """Fill dst of every stream, and lse f32 [n_q, n_head] of a single one (kvq_attend). order: channels and gains of
-    sorted keys, [n_head_kv, head size] each (kvq_order)."""
-    structs, _keep = _structs(streams, means, rotary, positions, lse, sealed, order)
+    sorted keys, [n_head_kv, head size] each (kvq_order). bases: of keys and values (kvq_basis_new)."""
+    structs, _keep = _structs(streams, means, rotary, positions, lse, sealed, order, bases)
     _compute(lib, lambda: lib.kvq_attend(structs, len(streams), n_threads), n_threads)
 
 

@@ -59,7 +59,8 @@ class kvq_codec(Structure):
         ("n_hi", c_int32),
         ("split", c_int32),
         ("fast_bits", c_int32),
-        ("reserved", c_int32 * 3),
+        ("coords", c_int32),
+        ("reserved", c_int32 * 2),
     ]
 
 
@@ -153,6 +154,8 @@ class kvq_attn(Structure):
         ("map_stride", c_int64),
         ("far", POINTER(kvq_far)),
         ("k_order", POINTER(kvq_order)),
+        ("k_basis", c_void_p),  # kvq_basis: the library's own
+        ("v_basis", c_void_p),
     ]
 
 
@@ -316,6 +319,10 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_far_row_bytes", c_size_t, [c_int, c_int]),
     ("kvq_far_encode", c_int, [c_int, c_int, c_int64, c_void_p, c_void_p]),
     ("kvq_far_decode", c_int, [c_int, c_int, c_int64, c_void_p, c_void_p]),
+    ("kvq_coords_encode", c_int, [POINTER(kvq_codec), c_int, *[POINTER(c_float)] * 3, c_void_p]),
+    ("kvq_coords_decode", c_int, [POINTER(kvq_codec), c_int, *[POINTER(c_float)] * 2, c_void_p, POINTER(c_float)]),
+    ("kvq_basis_new", c_void_p, [c_int, c_int, POINTER(c_float), POINTER(c_float)]),
+    ("kvq_basis_free", None, [c_void_p]),
     ("kvq_round_trip", c_int, [POINTER(kvq_codec), c_int, c_int64, POINTER(c_float), c_int]),
     ("kvq_weights_bytes", c_size_t, [c_int, c_int, c_int]),
     ("kvq_weights_pack", c_int, [c_int, c_int, c_int, POINTER(c_float), c_void_p]),

@@ -20,22 +20,24 @@ Rung = tuple[int, int, int]
 #: stand on the last rung only where values do.
 SORTED_KEYS = ((1, 2), (1, 3), (1, 4), (2, 4), (4, 4))
 SORTED_VALUES = (1, 2, 3, 4)
+#: Keys that have coordinates (basis.py)
+COORD_KEYS = ((1, 1), *SORTED_KEYS)
 #: Sides of all layers that rise one behind the other, without data of the model.
-DEFAULT_STEPS = "vkkvkvk"
+DEFAULT_STEPS, STEPS_OF_COORDS = "vkkvkvk", "vkkkvkvk"
 
 
-def sorted_rung(k: int, v: int) -> Rung:
+def sorted_rung(k: int, v: int, coords: bool = False) -> Rung:
     """Of a layer whose keys have risen k times and whose values v times."""
-    top = v == len(SORTED_VALUES) - 1
-    return (*SORTED_KEYS[k if top else min(k, len(SORTED_KEYS) - 2)], SORTED_VALUES[v])
+    top, keys = v == len(SORTED_VALUES) - 1, COORD_KEYS if coords else SORTED_KEYS
+    return (*keys[k if top else min(k, len(keys) - 2)], SORTED_VALUES[v])
 
 
-def sorted_order(text: str, n_layer: int) -> list[tuple[int, str]]:
+def sorted_order(text: str, n_layer: int, coords: bool = False) -> list[tuple[int, str]]:
     """(layer, "k" or "v") in the order in which they rise. ValueError when the text is none."""
     if text == "none":
-        return [(i, side) for side in DEFAULT_STEPS for i in spread(n_layer)]
+        return [(i, side) for side in (STEPS_OF_COORDS if coords else DEFAULT_STEPS) for i in spread(n_layer)]
     out = [(int(word[:-1]), word[-1]) for word in text.split(".")]
-    sides = "k" * (len(SORTED_KEYS) - 1) + "v" * (len(SORTED_VALUES) - 1)
+    sides = "k" * (len(COORD_KEYS if coords else SORTED_KEYS) - 1) + "v" * (len(SORTED_VALUES) - 1)
     if sorted(out) != sorted((i, side) for i in range(n_layer) for side in sides):
         raise ValueError(f"order={text} does not name each of {n_layer} layers {sides} times")
     return out
@@ -83,6 +85,8 @@ class Auto(LatticeMethod):
         "means": "auto",
         "predictor": "none",
         "predictors": "off",
+        "k_coords": 0,
+        "v_coords": 0,
         "alone": "none",
         "weights": "auto",
         "window": 64,
@@ -104,9 +108,10 @@ class Auto(LatticeMethod):
         sorts = splits and (predictor != "none" or self.o["pairs"] == "sorted")
         predicts = predictor != "none" and str(ordinal) not in self.o["alone"].split(".")
         if sorts:
-            sides = sorted_order(order, n_layer)
+            coords = self.o["k_coords"] > 0
+            sides = sorted_order(order, n_layer, coords)
             top, sides = len(sides), sides[:level]
-            self.rung = sorted_rung(sides.count((ordinal, "k")), sides.count((ordinal, "v")))
+            self.rung = sorted_rung(sides.count((ordinal, "k")), sides.count((ordinal, "v")), coords)
         else:
             rungs = RUNGS if splits else WHOLE
             rises = order_of(order, n_layer, rungs)
@@ -128,6 +133,12 @@ class Auto(LatticeMethod):
         plan = super().plan(ordinal, n_layer, shape, prev)
         self.o = given
         plan = replace(plan, mean=self.o["means"] == "on")
+        if plan.mean:
+            k, v = (
+                replace(lane, codec=lane.codec.with_(coords=self.o[f"{name}_coords"]))
+                for lane, name in ((plan.k, "k"), (plan.v, "v"))
+            )
+            plan = replace(plan, k=k, v=v)
         if halves:
             split = SPLIT_NEOX if self.o["pairs"] == "neox" and not sorts else SPLIT_NORM
             plan = replace(plan, k=replace(plan.k, codec=plan.k.codec.with_(split=split, fast_bits=fast)))

@@ -25,7 +25,8 @@ class Codec:
     scale: 0 f16 parameters, 1 8-bit, 2 4-bit ones. levels: 0 codes round to end points, 1 equal bins. eta: share of
     the range by which end points move inward. n_cells, head_size: shape of the page. hi, n_hi: of mixed pages, bits
     and number of the salient cells. split: of lattice keys, 0 one block, SPLIT_NORM or SPLIT_NEOX: a block for each
-    half of the rotary pairs (lattice.py), fast_bits: code bits of the fast half.
+    half of the rotary pairs (lattice.py), fast_bits: code bits of the fast half. coords: a head's
+    share of a cell's coordinates and their scale (basis.py).
     """
 
     type: int
@@ -41,6 +42,7 @@ class Codec:
     n_hi: int = 0
     split: int = 0
     fast_bits: int = 0
+    coords: int = 0
 
     def with_(self, **fields: Any) -> Codec:
         return replace(self, **fields)

@@ -66,6 +66,7 @@ def _part_shape(c: Codec, width: int) -> tuple[int, int, int, int, int]:
 
 def halves(c: Codec) -> list[tuple[Codec, np.ndarray]]:
     """The blocks of a codec in their order, each with its channels: one, or the slow half and the fast one."""
+    c = c.with_(coords=0)
     if not c.split:
         return [(c, np.arange(c.head_size))]
     half = c.head_size // 2
@@ -90,7 +91,7 @@ def parts_of(c: Codec, codes: np.ndarray, params: np.ndarray) -> list[tuple[Code
 def nbytes(c: Codec) -> tuple[int, int]:
     """(nb_codes, nb_params) in bytes."""
     codes, params = zip(*(_nbytes(own) for own, _ in halves(c)))
-    return sum(codes), sum(params)
+    return sum(codes), sum(params) + c.coords // 2 * c.n_cells  # basis.py
 
 
 def _nbytes(c: Codec) -> tuple[int, int]:

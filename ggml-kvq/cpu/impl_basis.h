@@ -1,0 +1,87 @@
+// Coordinates of the cells of a page (types/basis.h), and the rows that they say.
+namespace KVQ_NS {
+
+static inline const uint8_t * coord_pair(
+    const kvq_codec & c, size_t nb_params, size_t at, const uint8_t * params, int j) {
+    const int each = c.coords / 2;
+    return params + (size_t) (j / each) * nb_params + at + (size_t) (j % each) * (size_t) c.n_cells;
+}
+
+// Keys: i16 [n/2][n_cells][2], 2 c - 15, then f32 scales [n_cells]
+static void key_coords(const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, int16_t * out) {
+    for (int j = 0; j < n / 2; j++) {
+        const uint8_t * from = coord_pair(c, nb_params, at, params, j);
+        int16_t * to = out + (size_t) (2 * j) * (size_t) c.n_cells;
+        for (int t = 0; t < c.n_cells; t++) {
+            to[2 * t] = (int16_t) (2 * (from[t] & 15) - 15);
+            to[2 * t + 1] = (int16_t) (2 * (from[t] >> 4) - 15);
+        }
+    }
+    const uint8_t * e = coord_pair(c, nb_params, at, params, n / 2);
+    float * scale = (float *) (out + (size_t) n * (size_t) c.n_cells);
+    for (int t = 0; t < c.n_cells; t++) { scale[t] = kvq_coord_scale(e[t]); }
+}
+
+// Values: f32 [n_cells][stride], (2 c - 15) scale; zeros behind n
+static void value_coords(
+    const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, int stride, float * out) {
+    const uint8_t * e = coord_pair(c, nb_params, at, params, n / 2);
+    for (int t0 = 0; t0 < c.n_cells; t0 += 16) {
+        float scales[16];
+        for (int t = 0; t < 16; t++) { scales[t] = kvq_coord_scale(e[t0 + t]); }
+        const f32x16 scale = f32_load(scales), less = f32_set1(15.0f);
+        for (int j = 0; j < stride; j += 16) {
+            f32x16 x[16];
+            for (int i = 0; i < 16; i += 2) {
+                x[i] = x[i + 1] = f32_set1(0.0f);
+                if (j + i >= n) { continue; }
+                const f32x16 pair = f32_load_u8(coord_pair(c, nb_params, at, params, (j + i) / 2) + t0),
+                             hi = f32_floor(f32_mul(pair, f32_set1(1.0f / 16.0f))),
+                             lo = f32_sub(pair, f32_mul(hi, f32_set1(16.0f)));
+                x[i] = f32_mul(f32_sub(f32_add(lo, lo), less), scale);
+                x[i + 1] = f32_mul(f32_sub(f32_add(hi, hi), less), scale);
+            }
+            f32_transpose(x);
+            for (int t = 0; t < 16; t++) { f32_store(out + (size_t) (t0 + t) * (size_t) stride + j, x[t]); }
+        }
+    }
+}
+
+// C channels from `d` on of 16 cells, whose coordinates begin at x
+template <int C>
+static inline void basis_channels(
+    const kvq_basis & b, size_t d, const int16_t * x, size_t stride, f32x16 scale, const float * mean, float * out) {
+    i32x16 sums[C];
+    for (int c = 0; c < C; c++) { sums[c] = i32_zero(); }
+    for (int j = 0; j < b.n / 2; j++) {
+        const u8x64 at = u8_load((const uint8_t *) (x + (size_t) j * stride));
+        const int16_t * w = b.out + ((size_t) j * (size_t) b.width + d) * 2;
+        for (int c = 0; c < C; c++) { sums[c] = dot2(sums[c], at, i16_set2(w + 2 * c)); }
+    }
+    for (int c = 0; c < C; c++) {
+        f32_store(out + 16 * c,
+            f32_fma(f32_mul(f32_from_i32(sums[c]), scale), f32_set1(b.step[d + (size_t) c]), f32_set1(mean[c])));
+    }
+}
+
+// Keys of head `head` that mean and coordinates say, as a tile [dp][n_cells]. turns: [n_cells / 16] tables of angles as
+// turn_table makes them; NULL: keys are not turned
+static void basis_keys(const kvq_basis & b, int head, int D, int dp, int n_cells, const int16_t * coords,
+    const float * mean, const float * turns, int n_dims, bool neox, float * tile) {
+    constexpr int C = 4;
+    const float * const scales = (const float *) (coords + (size_t) b.n * (size_t) n_cells);
+    float x[KVQ_MAX_HEAD * 16];
+    for (int t0 = 0; t0 < n_cells; t0 += 16) {
+        for (int d = 0; d < D; d += C) { // head sizes are multiples of 8
+            basis_channels<C>(b, (size_t) (head * D + d), coords + 2 * t0, 2 * (size_t) n_cells, f32_load(scales + t0),
+                mean + d, x + (size_t) d * 16);
+        }
+        if (turns) { turn_columns(n_dims, neox, turns + (size_t) (t0 / 16) * (size_t) n_dims * 16, x); }
+        for (int d = 0; d < dp; d++) {
+            f32_store(
+                tile + (size_t) d * (size_t) n_cells + t0, d < D ? f32_load(x + (size_t) d * 16) : f32_set1(0.0f));
+        }
+    }
+}
+
+} // namespace

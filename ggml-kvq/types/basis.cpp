@@ -1,0 +1,128 @@
+#include "basis.h"
+
+#include "lattice.h"
+
+#include <algorithm>
+#include <cmath>
+
+void kvq_basis_data::make(int n, int width, const float * axes, const float * read) {
+    view.n = n;
+    view.width = width;
+    in.resize((size_t) n * width);
+    out.assign((size_t) n * width, 0);
+    step.assign((size_t) width, 0.0f);
+    for (int i = 0; i < width; i++) {
+        float top = 0.0f;
+        for (int j = 0; j < n; j++) {
+            in[(size_t) i * n + j] = read[(size_t) j * width + i];
+            top = std::max(top, fabsf(axes[(size_t) j * width + i]));
+        }
+        step[(size_t) i] = top / 2.0f / 32767.0f; // 2 c - 15 moves by two
+        for (int j = 0; j < n && top > 0.0f; j++) {
+            out[((size_t) (j / 2) * width + i) * 2 + j % 2] =
+                (int16_t) std::lrint(axes[(size_t) j * width + i] / 2.0f / step[(size_t) i]);
+        }
+    }
+    look();
+}
+
+// Pair j of cell t of a page
+static size_t pair_at(const kvq_codec & c, size_t nb_params, int j, size_t t) {
+    const int each = c.coords / 2;
+    return (size_t) (j / each) * nb_params + kvq_lattice_coords_at(c) + (size_t) (j % each) * (size_t) c.n_cells + t;
+}
+
+static uint8_t scale_of(const std::vector<float> & z) {
+    float sum = 0.0f;
+    for (const float x : z) { sum += x * x; }
+    const float want = KVQ_COORD_STEP * sqrtf(sum / (float) z.size());
+    if (!(want > 0.0f)) { return 0; }
+    int x;
+    const float m = frexpf(want, &x); // 1/2 <= m < 1
+    return (uint8_t) std::clamp((x - 4 + 19) * 8 + (int) floorf(m * 16.0f - 8.0f + 0.5f), 0, 255);
+}
+
+void kvq_basis_encode(
+    const kvq_basis & b, const kvq_codec & c, size_t nb_params, const float * rows, uint8_t * params) {
+    std::vector<float> z((size_t) b.n);
+    for (size_t t = 0; t < (size_t) c.n_cells; t++) {
+        std::fill(z.begin(), z.end(), 0.0f);
+        for (int i = 0; i < b.width; i++) {
+            const float x = rows[t * (size_t) b.width + (size_t) i], *const a = b.in + (size_t) i * (size_t) b.n;
+            for (int j = 0; j < b.n; j++) { z[(size_t) j] += x * a[j]; }
+        }
+        const uint8_t e = scale_of(z);
+        const float scale = kvq_coord_scale(e);
+        const auto code = [&](float x) { // in this order: what is no number is 0
+            return (int) std::max(0.0f, std::min((float) KVQ_COORD_TOP, floorf(x / scale) + 8.0f));
+        };
+        for (int j = 0; j < b.n; j += 2) {
+            params[pair_at(c, nb_params, j / 2, t)] = (uint8_t) (code(z[(size_t) j]) | code(z[(size_t) j + 1]) << 4);
+        }
+        params[pair_at(c, nb_params, b.n / 2, t)] = e;
+    }
+}
+
+void kvq_basis_decode(
+    const kvq_basis & b, const kvq_codec & c, size_t nb_params, const uint8_t * params, float * rows) {
+    const size_t width = (size_t) b.width;
+    std::vector<int32_t> sums(width);
+    for (size_t t = 0; t < (size_t) c.n_cells; t++) {
+        std::fill(sums.begin(), sums.end(), 0);
+        for (int j = 0; j < b.n; j += 2) {
+            const uint8_t pair = params[pair_at(c, nb_params, j / 2, t)];
+            const int lo = 2 * (pair & 15) - 15, hi = 2 * (pair >> 4) - 15;
+            const int16_t * out = b.out + (size_t) j * width;
+            for (size_t i = 0; i < width; i++) { sums[i] += lo * out[2 * i] + hi * out[2 * i + 1]; }
+        }
+        const float scale = kvq_coord_scale(params[pair_at(c, nb_params, b.n / 2, t)]);
+        for (size_t i = 0; i < width; i++) { rows[t * width + i] = b.step[i] * (float) sums[i] * scale; }
+    }
+}
+
+// ---------------------------------------------------------------- the C ABI
+
+namespace {
+
+struct owned_basis : kvq_basis {
+    kvq_basis_data data;
+};
+
+bool fits(const kvq_codec * c, int n_head) {
+    const size_t n = c && n_head > 0 ? (size_t) c->coords * (size_t) n_head : 0;
+    return n >= 4 && n - 2 <= (size_t) KVQ_MAX_COORDS && !kvq_lattice_refuse(*c);
+}
+
+} // namespace
+
+extern "C" {
+
+int kvq_coords_encode(
+    const kvq_codec * codec, int n_head_kv, const float * axes, const float * read, const float * rows, void * params) {
+    if (!fits(codec, n_head_kv)) { return KVQ_ERR_SHAPE; }
+    kvq_basis_data b;
+    b.make(codec->coords * n_head_kv - 2, n_head_kv * codec->head_size, axes, read);
+    kvq_basis_encode(b.view, *codec, kvq_lattice_nb_params(*codec), rows, (uint8_t *) params);
+    return KVQ_OK;
+}
+
+int kvq_coords_decode(
+    const kvq_codec * codec, int n_head_kv, const float * axes, const float * read, const void * params, float * rows) {
+    if (!fits(codec, n_head_kv)) { return KVQ_ERR_SHAPE; }
+    kvq_basis_data b;
+    b.make(codec->coords * n_head_kv - 2, n_head_kv * codec->head_size, axes, read);
+    kvq_basis_decode(b.view, *codec, kvq_lattice_nb_params(*codec), (const uint8_t *) params, rows);
+    return KVQ_OK;
+}
+
+const kvq_basis * kvq_basis_new(int n, int width, const float * axes, const float * read) {
+    if (n < 2 || n % 2 || n > KVQ_MAX_COORDS || width < 1 || !axes || !read) { return nullptr; }
+    owned_basis * out = new owned_basis;
+    out->data.make(n, width, axes, read);
+    *(kvq_basis *) out = out->data.view;
+    return out;
+}
+
+void kvq_basis_free(const kvq_basis * basis) { delete (const owned_basis *) basis; }
+
+} // extern "C"
