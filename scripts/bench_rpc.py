@@ -104,7 +104,8 @@ def client(a: argparse.Namespace, port: int) -> Row:
     for more in (["-p", str(a.prompt), "-n", "0"], ["-p", "0", "-n", str(a.gen), "-d", depths]):
         done = subprocess.run([*command, *more], env=env, capture_output=True, text=True)
         if done.returncode:
-            sys.exit(f"{shlex.join([*command, *more])}\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+            text = f"{shlex.join([*command, *more])}: status {done.returncode}\n"
+            sys.exit(text + done.stdout[-1000:] + done.stderr[-2000:])
         for line in done.stdout.splitlines():
             found = json.loads(line)
             name = f"tg at {found['n_depth']}" if found["n_gen"] else f"pp {found['n_prompt']}"

@@ -3,7 +3,7 @@
 //   kvq.aqua.blk.<il>.{k,v}.bias    f32 [width], channel means of un-rotated keys and of values
 //   kvq.aqua.blk.<il>.k.order       f32 [width], of each channel of a block of sorted keys the channel of its head
 //   kvq.aqua.blk.<il>.k.gain        f32 [width], its gain (kvq_order)
-//   kvq.aqua.blk.<il>.k.left.{order,gain}   the same of what a predictor leaves of keys
+//   kvq.aqua.blk.<il>.k.left.{order,gain}   the same of what a predictor, or coordinates, leave of keys
 //   kvq.aqua.blk.<il>.{k,v}.axes    f32 or f16 [n][width], what a coordinate of 1 adds to a row (types/basis.h)
 //   kvq.aqua.blk.<il>.{k,v}.read    likewise, what a coordinate is read with
 //   kvq.aqua.blk.<il>.k.weight      f32, f16 or q4_0 [width][width of keys of layer prev], on rows less their means

@@ -52,7 +52,7 @@ void take_coords(const kvq_kernels & K, const stream_plan & s, workspace & w, co
         float * to = w.coords + (size_t) i * s.coord_floats();
         if (s.n_coords[0] && page.k_params) {
             K.key_coords(p.k, s.k.nb_params, kvq_lattice_coords_at(p.k), s.n_coords[0], (const uint8_t *) page.k_params,
-                (int16_t *) to);
+                (uint8_t *) to);
             for (int t = 0; p.rotary && t < p.k.n_cells; t += 16) {
                 K.turn_table(
                     *p.rotary, p.positions + page.cell + t, false, to + s.key_floats() + (size_t) t * p.rotary->n_dims);
@@ -73,7 +73,7 @@ static void coord_part(
     for (int i = 0; i < r.n_pages; i++) {
         if (!r.page[i]->k_params) { continue; }
         const float * from = w.coords + (size_t) i * s.coord_floats();
-        K.basis_keys(*p.k_basis, h.kvh, D, s.dpk, p.k.n_cells, (const int16_t *) from, p.k_mean + (size_t) h.kvh * D,
+        K.basis_keys(*p.k_basis, h.kvh, D, s.dpk, p.k.n_cells, (const uint8_t *) from, p.k_mean + (size_t) h.kvh * D,
             p.rotary ? from + s.key_floats() : nullptr, p.rotary ? p.rotary->n_dims : 0, p.rotary && p.rotary->neox,
             w.tile);
         K.score_tile(r.n_rows, s.dpk, n, w.tile, h.q + (size_t) r.first * s.dpk, to + (size_t) i * r.n_rows * n);

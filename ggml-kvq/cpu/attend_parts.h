@@ -82,8 +82,8 @@ struct stream_plan {
     int n_coords[2]; // of a cell's keys and values (types/basis.h); 0: they have no coordinates
     int v_stride;    // floats of a cell's coordinates of values, padded
     bool has_coords() const { return n_coords[0] || n_coords[1]; }
-    // floats of a page's coordinates: keys as i16 and their scales, angles of its positions, values
-    size_t key_floats() const { return n_coords[0] ? (size_t) ((n_coords[0] / 2 + 1) * p->k.n_cells) : 0; }
+    // floats of a page's coordinates: keys and their scales, angles of its positions, values
+    size_t key_floats() const { return n_coords[0] ? (size_t) (((n_coords[0] + 3) / 4 + 1) * p->k.n_cells) : 0; }
     size_t turn_floats() const { return n_coords[0] && p->rotary ? (size_t) (p->rotary->n_dims * p->k.n_cells) : 0; }
     size_t coord_floats() const { return key_floats() + turn_floats() + (size_t) (p->v.n_cells * v_stride); }
     bool has_means() const { return (folded_k && p->k_mean) || n_coords[0]; }

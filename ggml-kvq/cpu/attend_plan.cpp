@@ -230,7 +230,7 @@ void end_head(const stream_plan & s, head_rows & h, int n_rows) {
             for (int d = 0; d < p.v.head_size; d++) {
                 float x = 0.0f;
                 for (int j = 0; j < b.n; j++) {
-                    x += sums[j] * b.out[((size_t) (j / 2) * b.width + at + d) * 2 + j % 2];
+                    x += sums[j] * b.out[((size_t) (j / 4) * b.width + at + d) * 4 + j % 4];
                 }
                 out[d] += b.step[at + d] * x;
             }

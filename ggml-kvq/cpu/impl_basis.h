@@ -7,18 +7,20 @@ static inline const uint8_t * coord_pair(
     return params + (size_t) (j / each) * nb_params + at + (size_t) (j % each) * (size_t) c.n_cells;
 }
 
-// Keys: i16 [n/2][n_cells][2], 2 c - 15, then f32 scales [n_cells]
-static void key_coords(const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, int16_t * out) {
-    for (int j = 0; j < n / 2; j++) {
-        const uint8_t * from = coord_pair(c, nb_params, at, params, j);
-        int16_t * to = out + (size_t) (2 * j) * (size_t) c.n_cells;
+// Keys: u8 [n/4 rounded up][n_cells][4], 0..15, then f32 scales [n_cells]
+static void key_coords(const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, uint8_t * out) {
+    const int quads = (n + 3) / 4;
+    for (int q = 0; q < quads; q++) {
+        const uint8_t *a = coord_pair(c, nb_params, at, params, 2 * q),
+                      *b = 4 * q + 2 < n ? coord_pair(c, nb_params, at, params, 2 * q + 1) : a; // its weights are 0
+        uint8_t * to = out + (size_t) (4 * q) * (size_t) c.n_cells;
         for (int t = 0; t < c.n_cells; t++) {
-            to[2 * t] = (int16_t) (2 * (from[t] & 15) - 15);
-            to[2 * t + 1] = (int16_t) (2 * (from[t] >> 4) - 15);
+            const uint32_t x = (uint32_t) a[t] | (uint32_t) b[t] << 16, y = (x & 0x000f000fu) | (x & 0x00f000f0u) << 4;
+            memcpy(to + 4 * t, &y, 4);
         }
     }
     const uint8_t * e = coord_pair(c, nb_params, at, params, n / 2);
-    float * scale = (float *) (out + (size_t) n * (size_t) c.n_cells);
+    float * scale = (float *) (out + (size_t) (4 * quads) * (size_t) c.n_cells);
     for (int t = 0; t < c.n_cells; t++) { scale[t] = kvq_coord_scale(e[t]); }
 }
 
@@ -47,33 +49,34 @@ static void value_coords(
     }
 }
 
-// C channels from `d` on of 16 cells, whose coordinates begin at x
+// C channels from `d` on of 16 cells, whose coordinates begin at x, quads `stride` bytes apart
 template <int C>
 static inline void basis_channels(
-    const kvq_basis & b, size_t d, const int16_t * x, size_t stride, f32x16 scale, const float * mean, float * out) {
+    const kvq_basis & b, size_t d, const uint8_t * x, size_t stride, f32x16 scale, const float * mean, float * out) {
     i32x16 sums[C];
     for (int c = 0; c < C; c++) { sums[c] = i32_zero(); }
-    for (int j = 0; j < b.n / 2; j++) {
-        const u8x64 at = u8_load((const uint8_t *) (x + (size_t) j * stride));
-        const int16_t * w = b.out + ((size_t) j * (size_t) b.width + d) * 2;
-        for (int c = 0; c < C; c++) { sums[c] = dot2(sums[c], at, i16_set2(w + 2 * c)); }
+    for (int q = 0; q < (b.n + 3) / 4; q++) {
+        const u8x64 at = u8_load(x + (size_t) q * stride);
+        const int8_t * w = b.out + ((size_t) q * (size_t) b.width + d) * 4;
+        for (int c = 0; c < C; c++) { sums[c] = dot4(sums[c], at, i8_set4(w + 4 * c)); }
     }
     for (int c = 0; c < C; c++) {
+        const i32x16 twice = i32_sub(i32_add(sums[c], sums[c]), i32_set1(b.off[d + (size_t) c]));
         f32_store(out + 16 * c,
-            f32_fma(f32_mul(f32_from_i32(sums[c]), scale), f32_set1(b.step[d + (size_t) c]), f32_set1(mean[c])));
+            f32_fma(f32_mul(f32_from_i32(twice), scale), f32_set1(b.step[d + (size_t) c]), f32_set1(mean[c])));
     }
 }
 
 // Keys of head `head` that mean and coordinates say, as a tile [dp][n_cells]. turns: [n_cells / 16] tables of angles as
 // turn_table makes them; NULL: keys are not turned
-static void basis_keys(const kvq_basis & b, int head, int D, int dp, int n_cells, const int16_t * coords,
+static void basis_keys(const kvq_basis & b, int head, int D, int dp, int n_cells, const uint8_t * coords,
     const float * mean, const float * turns, int n_dims, bool neox, float * tile) {
     constexpr int C = 4;
-    const float * const scales = (const float *) (coords + (size_t) b.n * (size_t) n_cells);
+    const float * const scales = (const float *) (coords + (size_t) ((b.n + 3) / 4 * 4) * (size_t) n_cells);
     float x[KVQ_MAX_HEAD * 16];
     for (int t0 = 0; t0 < n_cells; t0 += 16) {
         for (int d = 0; d < D; d += C) { // head sizes are multiples of 8
-            basis_channels<C>(b, (size_t) (head * D + d), coords + 2 * t0, 2 * (size_t) n_cells, f32_load(scales + t0),
+            basis_channels<C>(b, (size_t) (head * D + d), coords + 4 * t0, 4 * (size_t) n_cells, f32_load(scales + t0),
                 mean + d, x + (size_t) d * 16);
         }
         if (turns) { turn_columns(n_dims, neox, turns + (size_t) (t0 / 16) * (size_t) n_dims * 16, x); }

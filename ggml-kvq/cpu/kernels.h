@@ -221,14 +221,14 @@ struct kvq_kernels {
     void (*turn_rows)(const kvq_row_turn & a, bool back, uint16_t * rows, int stride);
 
     // Coordinates of a page (types/basis.h); params: of its first head; at: where they begin in a head's; n: of a cell.
-    // Keys: 2 c - 15 as i16 [n/2][n_cells][2], then f32 scales [n_cells]. Values: (2 c - 15) scale as f32
+    // Keys: u8 [n/4 rounded up][n_cells][4], then f32 scales [n_cells]. Values: (2 c - 15) scale as f32
     // [n_cells][stride], stride a multiple of 16, zeros behind n.
-    void (*key_coords)(const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, int16_t * out);
+    void (*key_coords)(const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, uint8_t * out);
     void (*value_coords)(
         const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, int stride, float * out);
     // What mean and coordinates say of keys of a head of D channels, as to_tile has them: [dp][n_cells]. turns: tables
     // of angles, one for 16 cells, NULL: keys are not turned
-    void (*basis_keys)(const kvq_basis & b, int head, int D, int dp, int n_cells, const int16_t * coords,
+    void (*basis_keys)(const kvq_basis & b, int head, int D, int dp, int n_cells, const uint8_t * coords,
         const float * mean, const float * turns, int n_dims, bool neox, float * tile);
 
     // As kvq_affine_encode_ref, for head sizes that are a multiple of 16; work: kvq_encode_bytes

@@ -341,7 +341,7 @@ bool kvq_calibration::fits(
     }
     const kvq_part * transform = plan.part("transform");
     if (transform && transform->get("sort") > 0) {
-        const bool left = plan.part("chain");
+        const bool left = plan.part("chain") || plan.k.coords;
         const std::vector<uint16_t> & channel = (left ? l->second.k_left : l->second.k_order).channel;
         const size_t D = (size_t) plan.k.head_size;
         std::vector<bool> seen;

@@ -241,12 +241,13 @@ typedef struct kvq_order {
 } kvq_order;
 
 // A basis of rows: what the rows of all heads of a cell have in common, in few numbers of 4 bits (types/basis.h).
-//   row[i] = scale * step[i] * sum_j (2 c[j] - 15) out[j/2][i][j%2] + what the blocks hold        c[j] = 0..15
+//   row[i] = scale * step[i] * sum_j (2 c[j] - 15) out[j/4][i][j%4] + what the blocks hold        c[j] = 0..15
 typedef struct kvq_basis {
     int32_t n, width;    // coordinates of a cell, n_head_kv * codec.coords - 2, and channels of all heads
     const float * in;    // [width][n]: c[j] = 8 + floor(sum_i row[i] in[i][j] / scale), within 0..15
-    const int16_t * out; // [n/2][width][2]
+    const int8_t * out;  // [n/4 rounded up][width][4], zeros behind n
     const float * step;  // [width]
+    const int32_t * off; // [width]: 15 times the sum over j of out
 } kvq_basis;
 
 // Coordinates of a page: rows f32 [n_cells][width], less their means, into the parameters of n_head_kv blocks (each

@@ -228,8 +228,10 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
         at.transforms[value] = at.own(new kvq_transform(value, its_mean, value ? nullptr : positions));
         if (at.lane(value).layout().codec.coords) { at.transforms[value]->basis = &at.data->basis[value].view; }
         if (!value && part.get("sort") > 0) {
+            const bool gains = part.get("sort") == KVQ_SORT_GAINS;
             const auto & order = at.plan.part("chain") ? at.data->k_left
-                : part.get("sort") == KVQ_SORT_GAINS   ? at.data->k_gains
+                : l.codec.coords                       ? (gains ? at.data->k_left_gains : at.data->k_left)
+                : gains                                ? at.data->k_gains
                                                        : at.data->k_order;
             at.transforms[value]->order = &order.view;
         }

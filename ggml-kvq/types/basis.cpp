@@ -9,7 +9,8 @@ void kvq_basis_data::make(int n, int width, const float * axes, const float * re
     view.n = n;
     view.width = width;
     in.resize((size_t) n * width);
-    out.assign((size_t) n * width, 0);
+    out.assign((size_t) (n + 3) / 4 * 4 * width, 0);
+    off.assign((size_t) width, 0);
     step.assign((size_t) width, 0.0f);
     for (int i = 0; i < width; i++) {
         float top = 0.0f;
@@ -17,10 +18,11 @@ void kvq_basis_data::make(int n, int width, const float * axes, const float * re
             in[(size_t) i * n + j] = read[(size_t) j * width + i];
             top = std::max(top, fabsf(axes[(size_t) j * width + i]));
         }
-        step[(size_t) i] = top / 2.0f / 32767.0f; // 2 c - 15 moves by two
+        step[(size_t) i] = top / 2.0f / 127.0f; // 2 c - 15 moves by two
         for (int j = 0; j < n && top > 0.0f; j++) {
-            out[((size_t) (j / 2) * width + i) * 2 + j % 2] =
-                (int16_t) std::lrint(axes[(size_t) j * width + i] / 2.0f / step[(size_t) i]);
+            const int8_t w = (int8_t) std::lrint(axes[(size_t) j * width + i] / 2.0f / step[(size_t) i]);
+            out[((size_t) (j / 4) * width + i) * 4 + j % 4] = w;
+            off[(size_t) i] += KVQ_COORD_TOP * w;
         }
     }
     look();
@@ -72,8 +74,8 @@ void kvq_basis_decode(
         for (int j = 0; j < b.n; j += 2) {
             const uint8_t pair = params[pair_at(c, nb_params, j / 2, t)];
             const int lo = 2 * (pair & 15) - 15, hi = 2 * (pair >> 4) - 15;
-            const int16_t * out = b.out + (size_t) j * width;
-            for (size_t i = 0; i < width; i++) { sums[i] += lo * out[2 * i] + hi * out[2 * i + 1]; }
+            const int8_t * out = b.out + (size_t) (j / 4) * width * 4 + j % 4;
+            for (size_t i = 0; i < width; i++) { sums[i] += lo * out[4 * i] + hi * out[4 * i + 1]; }
         }
         const float scale = kvq_coord_scale(params[pair_at(c, nb_params, b.n / 2, t)]);
         for (size_t i = 0; i < width; i++) { rows[t * width + i] = b.step[i] * (float) sums[i] * scale; }

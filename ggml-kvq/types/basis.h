@@ -4,7 +4,7 @@
 //   z[j]  = sum_i row[i] in[i][j]                            sums in f32, in the order of i
 //   scale = 0.3375 sqrt(sum_j z[j]^2 / n) as 3 bits of mantissa and 5 of exponent (kvq_coord_scale), one a cell
 //   c[j]  = 8 + floor(z[j] / scale), within 0..15            0.3375: the best step of 16 for normal z
-//   row[i] = (step[i] * f32(sum_j (2 c[j] - 15) out[j/2][i][j%2])) * scale       sums are whole numbers: no order
+//   row[i] = (step[i] * f32(sum_j (2 c[j] - 15) out[j/4][i][j%4])) * scale       sums are whole numbers: no order
 //
 // What is sealed is the row less its decoded coordinates, so their error is no error of the cell. The principal axes
 // of keys, weighted by what an error there costs a logit, are the best basis (calibrate/basis.py). GEAR
@@ -23,7 +23,7 @@
 
 constexpr int KVQ_COORD_TOP = 15;
 constexpr float KVQ_COORD_STEP = 0.3375f;
-constexpr int KVQ_MAX_COORDS = 1024; // of a cell: sums of products with 16-bit numbers stay within 32 bits
+constexpr int KVQ_MAX_COORDS = 1024; // of a cell: their sums are exact in f32
 
 // (8 + e % 8) 2^(e/8 - 19)
 static inline float kvq_coord_scale(uint8_t e) {
@@ -36,14 +36,14 @@ static inline float kvq_coord_scale(uint8_t e) {
 // A basis and what it points at.
 struct kvq_basis_data {
     std::vector<float> in, step;
-    std::vector<int16_t> out;
+    std::vector<int8_t> out;
+    std::vector<int32_t> off;
     kvq_basis view = {};
     // axes [n][width]: what a coordinate of 1 adds to a row; in [n][width]: what it is read with
     void make(int n, int width, const float * axes, const float * in);
-    void look() { view = { view.n, view.width, in.data(), out.data(), step.data() }; } // once they lie where they stay
-    static size_t nb(int n, int width) {
-        return 4 * (size_t) width * (size_t) n + 2 * (size_t) width * (size_t) n + 4 * (size_t) width;
-    }
+    // once they lie where they stay
+    void look() { view = { view.n, view.width, in.data(), out.data(), step.data(), off.data() }; }
+    static size_t nb(int n, int width) { return (size_t) width * (4 * (size_t) n + (size_t) (n + 3) / 4 * 4 + 8); }
 };
 
 // params: of the first head of a page, nb_params apart; rows f32 [n_cells][width].

@@ -104,6 +104,8 @@ def arrays(means: Means) -> dict[str, np.ndarray]:
     if means.pairs == "sorted":
         for il, (channel, gain) in means.order.items():
             out |= {f"kvq.aqua.blk.{il}.k.order": channel, f"kvq.aqua.blk.{il}.k.gain": gain}
+    for il, (channel, gain) in means.left.items():
+        out |= {f"kvq.aqua.blk.{il}.k.left.order": channel, f"kvq.aqua.blk.{il}.k.left.gain": gain}
     for il, sides in means.basis.items():
         for name, basis in zip("kv", sides):
             if basis is not None:

@@ -54,7 +54,7 @@ class Means:
     capture.SPLITS or "sorted"; order[il] = (channel, gain), f32 [width] each: how they can be sorted (order.py);
     climb: option `order` of method auto with sorted keys, in which their layers rise, "none" where it is not known;
     losses: divergence by `pairs`, where it was tried (halves.py); coords: options k_coords and v_coords of method auto;
-    basis[il]: of keys and of values, where these are not 0.
+    basis[il]: of keys and of values, where these are not 0; left[il]: as order, of what coordinates leave of keys.
     """
 
     mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
@@ -66,6 +66,7 @@ class Means:
     losses: dict[str, float] = field(default_factory=dict)
     coords: tuple[int, int] = (0, 0)
     basis: dict[int, tuple[Basis | None, Basis | None]] = field(default_factory=dict)
+    left: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     n_tokens: int = 0
     seconds: float = 0.0
     peak_mib: float = 0.0
@@ -160,15 +161,18 @@ def fit(
         if turned != "none" and met[il].any():
             keys = np.maximum(sums[il, 0].square / n - mean_k**2, 0).reshape(heads, size)
             queries = (met[il] / n_sequences).reshape(heads, size)
+            order = sorted_keys(keys, queries, turned)
+            out.order[il] = (order[0].reshape(-1), order[1].reshape(-1))
             if any(coords):
                 cost = [_by_pair(queries, turned).reshape(-1), np.ones(len(mean_v))]
                 found = [_basis(sums[il, v], n, cost[v], heads * coords[v] - 2) if coords[v] else None for v in (0, 1)]
                 out.basis[il] = found[0], found[1]
-                keys = keys if found[0] is None else found[0].left.reshape(heads, size)
+                if found[0] is not None:
+                    keys = found[0].left.reshape(heads, size)
+                    order = sorted_keys(keys, queries, turned)
+                    out.left[il] = (order[0].reshape(-1), order[1].reshape(-1))
                 total = float((sums[il, 1].square / n - mean_v**2).sum())
                 remains[ordinal] = 1.0 if found[1] is None else float(found[1].left.sum()) / max(total, 1e-30)
-            order = sorted_keys(keys, queries, turned)
-            out.order[il] = (order[0].reshape(-1), order[1].reshape(-1))
             errors[ordinal] = logit_errors(keys, queries, turned, COORD_KEYS if coords[0] else SORTED_KEYS)
     if any(coords):
         if len(out.basis) != len(shapes):

@@ -20,11 +20,11 @@ def scale_of(code: U8) -> F32:
     return np.ldexp((8 + (code & 7)).astype(np.float32), (code >> 3).astype(np.int32) - 19)
 
 
-def tables(axes: F32) -> tuple[npt.NDArray[np.int16], F32]:
+def tables(axes: F32) -> tuple[npt.NDArray[np.int8], F32]:
     """(out [n, width], step [width]) of axes [n, width]."""
-    step = np.abs(axes).max(0) / np.float32(2) / np.float32(32767)
+    step = np.abs(axes).max(0) / np.float32(2) / np.float32(127)
     safe = np.where(step > 0, step, np.float32(1))
-    return np.where(step > 0, np.rint(axes / np.float32(2) / safe), 0).astype(np.int16), step
+    return np.where(step > 0, np.rint(axes / np.float32(2) / safe), 0).astype(np.int8), step
 
 
 def encode(rows: F32, read: F32) -> tuple[U8, U8]:
