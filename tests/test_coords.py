@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, cli, default_means
+from ggml_kvq import Model, cli, default_means, sidecars
 from ggml_kvq.calibrate import basis as bases
 from ggml_kvq.calibrate import files, halves, means
 from ggml_kvq.core import kernels, loader, native
@@ -17,9 +17,11 @@ from ggml_kvq.errors import KvqError
 from ggml_kvq.reference import attention, basis, lattice
 from ggml_kvq.reference.codec import LATTICE, Codec, K, V
 from test_aqua import rotate
+from test_declared import check_cells_that_lie_apart
+from test_llama_features import random_walk
 
 MEANS = default_means.TEXT.read_text(encoding="utf-8")
-COORDS = (12, 6)
+COORDS = 12
 F32 = POINTER(c_float)
 
 
@@ -32,42 +34,45 @@ def at(x: np.ndarray) -> Any:
     return x.ctypes.data_as(F32)
 
 
-def some_basis(rng: np.random.Generator, width: int, n: int) -> bases.Basis:
+def some_bases(rng: np.random.Generator, width: int, n: int, of_values: int) -> bases.Bases:
     mixed = rng.normal(size=(width, width)) * np.exp(-np.arange(width) / 8)
-    return bases.fit(mixed @ mixed.T / width, np.exp(rng.normal(size=width)), n)
+    covariance, to_values = mixed @ mixed.T / width, rng.normal(size=(width, of_values)) / width**0.5
+    energy = np.einsum("ij,ik,kj->j", to_values, covariance, to_values) + 1.0
+    return bases.fit(covariance, np.exp(rng.normal(size=width)), n, covariance @ to_values, energy)
 
 
 # ------------------------------------------------------------------ bytes
 
 
 @pytest.mark.parametrize(("heads", "head", "coords"), [(3, 64, 6), (2, 64, 8), (1, 256, 16), (8, 128, 8), (2, 80, 2)])
-@pytest.mark.parametrize("role", [K, V])
-def test_the_library_writes_what_the_definition_says(lib: CDLL, heads: int, head: int, coords: int, role: int) -> None:
+def test_the_library_writes_what_the_definition_says(lib: CDLL, heads: int, head: int, coords: int) -> None:
     """Every byte of coordinates and scales, in the bytes behind each head's scales, and the rows that they say."""
     rng = np.random.default_rng(heads * head + coords)
-    c = Codec(LATTICE, role, 2, 2, 2, 0, 0.0, 32, head, coords=coords)
-    width, n = heads * head, heads * coords - 2
-    b = some_basis(rng, width, n)
-    rows = (rng.normal(size=(32, n)) @ b.axes + 0.1 * rng.normal(size=(32, width))).astype(np.float32)
+    c = Codec(LATTICE, K, 2, 2, 2, 0, 0.0, 32, head, coords=coords)
+    width, n, of_values = heads * head, heads * coords - 2, heads * head + 16
+    b = some_bases(rng, width, n, of_values)
+    rows = (rng.normal(size=(32, n)) @ b.keys.axes + 0.1 * rng.normal(size=(32, width))).astype(np.float32)
     rows[5], rows[7] = 0, rows[7] * 1e4
     _, nb = lattice.nbytes(c)
     params = np.full((heads, nb), 0xA5, np.uint8)
-    native.check(lib, lib.kvq_coords_encode(kernels.c_codec(c), heads, at(b.axes), at(b.read), at(rows), params.ctypes))
+    native.check(lib, lib.kvq_coords_encode(kernels.c_codec(c), heads, at(b.read), at(rows), params.ctypes))
     codes, scale = basis.encode(rows, b.read)
     kept = nb - coords // 2 * 32
     assert (params[:, :kept] == 0xA5).all()
     assert [x.tobytes() for x in params[:, kept:]] == basis.pack(codes, scale, heads)
-    out = np.empty_like(rows)
-    native.check(lib, lib.kvq_coords_decode(kernels.c_codec(c), heads, at(b.axes), at(b.read), params.ctypes, at(out)))
-    assert (out == basis.decode(codes, scale, b.axes)).all()
+    for side in (b.keys, b.values):
+        out = np.empty((32, side.axes.shape[1]), np.float32)
+        args = kernels.c_codec(c), heads, out.shape[1], at(side.axes), params.ctypes, at(out)
+        native.check(lib, lib.kvq_coords_decode(*args))
+        assert (out == basis.decode(codes, scale, side.axes)).all()
 
 
 def test_numbers_that_do_not_fit_are_refused(lib: CDLL) -> None:
     odd = Codec(LATTICE, K, 2, 2, 2, 0, 0.0, 32, 64, coords=3)
     none = np.zeros(64 * 64, np.float32)
     for c, heads in ((odd, 2), (odd.with_(coords=2), 1), (odd.with_(coords=66), 1), (odd.with_(coords=0), 2)):
-        status = lib.kvq_coords_encode(kernels.c_codec(c), heads, at(none), at(none), at(none), none.ctypes)
-        assert status != 0, c
+        assert lib.kvq_coords_encode(kernels.c_codec(c), heads, at(none), at(none), none.ctypes) != 0, c
+    assert lib.kvq_coords_decode(kernels.c_codec(odd.with_(coords=4)), 2, 0, at(none), none.ctypes, at(none)) != 0
     assert not lib.kvq_basis_new(3, 64, at(none), at(none)) and not lib.kvq_basis_new(0, 64, at(none), at(none))
 
 
@@ -75,11 +80,13 @@ def test_coordinates_leave_the_energy_that_the_fit_foretells() -> None:
     rng = np.random.default_rng(3)
     width, n = 96, 14
     mixed = rng.normal(size=(width, width)) * np.exp(-np.arange(width) / 8)
-    b = bases.fit(mixed @ mixed.T, np.ones(width), n)
-    rows = (rng.normal(size=(4096, width)) @ mixed.T).astype(np.float32)
-    left = rows - basis.decode(*basis.encode(rows, b.read), b.axes)
-    measured, all_of_it = np.square(left).mean(0).sum(), np.square(rows).mean(0).sum()
-    assert measured < 0.1 * all_of_it and abs(measured / b.left.sum() - 1) < 0.15
+    keys = (rng.normal(size=(4096, width)) @ mixed.T).astype(np.float32)
+    values = (keys @ rng.normal(size=(width, 48)) + 20 * rng.normal(size=(4096, 48))).astype(np.float32)
+    b = bases.fit(keys.T @ keys / 4096, np.ones(width), n, keys.T @ values / 4096, np.square(values).mean(0))
+    codes = basis.encode(keys, b.read)
+    for rows, side, most in ((keys, b.keys, 0.1), (values, b.values, 0.6)):
+        left = np.square(rows - basis.decode(*codes, side.axes)).mean(0).sum()
+        assert left < most * np.square(rows).mean(0).sum() and abs(left / side.left.sum() - 1) < 0.15
     turn = bases.rotation(n)
     assert np.allclose(turn @ turn.T, np.eye(n))
 
@@ -87,14 +94,17 @@ def test_coordinates_leave_the_energy_that_the_fit_foretells() -> None:
 # ------------------------------------------------------------------ attention
 
 
-@pytest.mark.parametrize(
-    ("heads", "head", "neox", "coords"), [(3, 64, 0, (6, 4)), (2, 128, 1, (8, 0)), (1, 96, 1, (0, 4))]
-)
+@pytest.mark.parametrize(("heads", "head", "neox", "coords"), [(3, 64, 0, 6), (2, 128, 1, 8), (1, 96, 1, 24)])
 @pytest.mark.parametrize("moved", [False, True])
-def test_attention_over_coordinates(lib: CDLL, heads: int, head: int, neox: Any, coords: Any, moved: bool) -> None:
-    """Equals f64 attention over R_(pos - sealed) decoded + R_pos (mean + coordinates); one token and many."""
+@pytest.mark.parametrize("values", [True, False])
+def test_attention_over_coordinates(
+    lib: CDLL, heads: int, head: int, neox: Any, coords: int, moved: bool, values: bool
+) -> None:
+    """Equals f64 attention over R_(pos - sealed) decoded + R_pos (mean + coordinates); one token and many. values: are
+    they read from coordinates?
+    """
     rng = np.random.default_rng(head)
-    gqa, n = 3, 96
+    gqa, n, width = 3, 96, heads * head
     sealed = np.arange(700, 700 + n, dtype=np.int32)
     pos = sealed - 512 * moved
     if moved:
@@ -102,28 +112,34 @@ def test_attention_over_coordinates(lib: CDLL, heads: int, head: int, neox: Any,
     rot = lib.kvq_rotary_new(head, neox, 1e4, 3100)
     speed = 1e4 ** (-2.0 * np.arange(head // 2) / head)
     average = [rng.normal(size=(heads, head)).astype(np.float32) for _ in range(2)]
-    codecs = [Codec(LATTICE, role, 2 + role, 2, 2, 0, 0.0, 32, head, coords=coords[role]) for role in (K, V)]
-    found = [some_basis(rng, heads * head, heads * x - 2) if x else None for x in coords]
-    there: list[Any] = [b and lib.kvq_basis_new(len(b.axes), heads * head, at(b.axes), at(b.read)) for b in found]
+    codecs = [Codec(LATTICE, role, 2 + role, 2, 2, 0, 0.0, 32, head) for role in (K, V)]
+    codecs[K] = codecs[K].with_(coords=coords)
+    b = some_bases(rng, width, heads * coords - 2, width)
+    there: list[Any] = [
+        lib.kvq_basis_new(len(b.read), width, at(b.keys.axes), at(b.read)),
+        lib.kvq_basis_new(len(b.read), width, at(b.values.axes), None) if values else None,
+    ]
     exact: list[Any] = [np.zeros((heads, n, head)) for _ in range(2)]
     pages: list[kernels.Page] = []
     for p in range(3):
-        lanes: list[Any] = []
         cells = slice(32 * p, 32 * p + 32)
-        for role, (c, b) in enumerate(zip(codecs, found)):
+        z = (4 * rng.normal(size=(32, len(b.read))) @ b.keys.axes).astype(np.float32)
+        codes = basis.encode(z, b.read)
+        lanes: list[Any] = []
+        for role, c in enumerate(codecs):
             plain = c.with_(coords=0)
             blocks = [kernels.encode(lib, plain, rng.normal(size=(32, head)).astype(np.float16)) for _ in range(heads)]
             rows = np.stack([lattice.exact(plain, *x) for x in blocks])
             said = average[role][:, None].astype(np.float64) * np.ones((32, 1))
+            if role == K or values:
+                axes = (b.values if role == V else b.keys).axes
+                said = said + basis.decode(*codes, axes).reshape(32, heads, head).swapaxes(0, 1)
             params = np.stack([x[1] for x in blocks])
-            if b is not None:
+            if role == K:
                 whole = np.zeros((heads, lattice.nbytes(c)[1]), np.uint8)
                 whole[:, : params.shape[1]] = params
-                z = (4 * rng.normal(size=(32, len(b.axes))) @ b.axes).astype(np.float32)
-                lib.kvq_coords_encode(kernels.c_codec(c), heads, at(b.axes), at(b.read), at(z), whole.ctypes)
-                said = said + basis.decode(*basis.encode(z, b.read), b.axes).reshape(32, heads, head).swapaxes(0, 1)
+                lib.kvq_coords_encode(kernels.c_codec(c), heads, at(b.read), at(z), whole.ctypes)
                 params = whole
-            if role == K:
                 rows, said = (
                     rotate(rows, pos[cells] - sealed[cells], speed, neox),
                     rotate(said, pos[cells], speed, neox),
@@ -176,11 +192,11 @@ def test_coordinates_halve_the_loss(demo_model: Path, sidecar: Path) -> None:
         ids = np.asarray(model.tokenize(MEANS * 2)[300:1300], np.int32)
         exact = logits(model, ids)
     lost = []
-    for opts in ("bits=2.5", "bits=2.5,k_coords=0,v_coords=0"):
+    for opts in ("bits=2.5", "bits=2.5,coords=0"):
         with Model(demo_model, "auto", opts, kv_config=sidecar, **size) as model:
             lost.append(halves.divergence(exact, logits(model, ids)))
-            assert ("coordinates" in model.load_line) == (opts == "bits=2.5")
-    assert lost[0] < 0.75 * lost[1], lost
+            assert ("12 coordinates a head" in model.load_line) == (opts == "bits=2.5")
+    assert lost[0] < 0.6 * lost[1], lost
 
 
 @pytest.mark.parametrize("state", ["rows", "compact"])
@@ -201,19 +217,42 @@ def test_a_state_comes_back_as_it_was(demo_model: Path, sidecar: Path, tmp_path:
         assert (want == np.concatenate([x.copy() for x in model.feed(ids[:3])])).all()
 
 
+@pytest.fixture(scope="module")
+def beside(demo_model: Path, sidecar: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the model with the data in their default place, where every program finds them."""
+    out = tmp_path_factory.mktemp("beside") / "demo.gguf"
+    out.write_bytes(demo_model.read_bytes())
+    Path(sidecars.default_path(out)).write_bytes(sidecar.read_bytes())
+    return out
+
+
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize(("level", "declared"), [(-1, "f16"), (-1, "q8_0"), (30, "q4_1")])
+def test_random_walk_follows_upstream(beside: Path, unified: bool, level: int, declared: str) -> None:
+    """Cuts, copies, shifts, saves and restores: pages of values follow the keys that they are read with."""
+    opts = f"level={level}" if level >= 0 else "bits=4"
+    kld = random_walk(beside, "auto", opts, unified, 120, 11, declared=declared)
+    print(f"{opts} {declared}: KLD mean {np.mean(kld):.5f} max {np.max(kld):.5f}")
+    assert len(kld) > 40 and np.mean(kld) < (0.05 if level < 0 else 0.2) and np.max(kld) < 3
+
+
+@pytest.mark.parametrize("declared", ["f16", "q4_1"])
+def test_a_saved_sequence_comes_back_into_cells_that_lie_apart(beside: Path, declared: str) -> None:
+    """Blocks of values carry their coordinates: keys are sealed anew there."""
+    check_cells_that_lie_apart(beside, "auto", "bits=4", declared, 0.1)
+
+
 def test_data_that_do_not_fit_are_refused(demo_model: Path, fitted: means.Means, tmp_path: Path) -> None:
-    k, v = fitted.basis[3]
-    assert k is not None and v is not None
+    b = fitted.bases[3]
     path = tmp_path / "bad.kvq.gguf"
+    short = replace(b, read=b.read[:-2], keys=replace(b.keys, axes=b.keys.axes[:-2]))
     for bad, message in (
-        (
-            replace(k, axes=k.axes[:-2], read=k.read[:-2]),
-            r"blk.3.k.axes has 20 coordinates, option k_coords=12 asks for 22",
-        ),
-        (replace(k, read=k.read[:-2]), r"blk.3.k.read is 20 x 128, not"),
-        (replace(k, axes=k.axes * np.float32(np.nan)), r"blk.3.k.axes holds a value that is not finite"),
+        (short, r"blk.3.k.axes has 20 coordinates, option coords=12 asks for 22"),
+        (replace(b, read=b.read[:-2]), r"blk.3.k.read is 20 x 128, not"),
+        (replace(b, keys=replace(b.keys, axes=b.keys.axes * np.float32(np.nan))), r"blk.3.k.axes holds a value that"),
+        (replace(b, values=replace(b.values, axes=b.values.axes[:-2])), r"blk.3.v.axes has 20 coordinates"),
     ):
-        changed = replace(fitted, basis={**fitted.basis, 3: (bad, v)})
+        changed = replace(fitted, bases={**fitted.bases, 3: bad})
         files.write_sidecar(path, files.fields(demo_model, changed, 4), files.arrays(changed))
         with pytest.raises(KvqError, match=message):
             Model(demo_model, kv_method="auto", kv_config=path, n_ctx=512)
@@ -222,9 +261,10 @@ def test_data_that_do_not_fit_are_refused(demo_model: Path, fitted: means.Means,
 @pytest.mark.parametrize(
     ("opts", "message"),
     [
-        ("k_coords=7", "even"),
-        ("k_coords=66", "0..64"),
-        ("k_coords=2,v_coords=0,far=f16", "cannot go with far=f16"),
+        ("coords=7", "even"),
+        ("coords=66", "0..64"),
+        ("coords=12,far=f16", "cannot go with far=f16"),
+        ("window=auto", "cannot go with window=auto"),
         ("predictors=on", "cannot go with predictor"),
     ],
 )
@@ -237,10 +277,10 @@ def test_calibrate_makes_them(demo_model: Path, tmp_path: Path, capsys: pytest.C
     text, out = tmp_path / "t.txt", tmp_path / "c.kvq.gguf"
     text.write_text(MEANS)
     command = ["calibrate", "-m", str(demo_model), "-f", str(text), "-o", str(out), "--sequences", "1", "--length"]
-    assert cli.main([*command, "512", "--coords", "8,4"]) == 0
+    assert cli.main([*command, "512", "--coords", "8"]) == 0
     meta, data = files.read_sidecar(out)
-    assert (meta["kvq.auto.k_coords"], meta["kvq.auto.v_coords"]) == (8, 4)
-    assert data["kvq.aqua.blk.0.k.axes"].shape == (14, 128) and data["kvq.aqua.blk.11.v.read"].shape == (6, 128)
+    assert meta["kvq.auto.coords"] == 8
+    assert data["kvq.aqua.blk.0.k.read"].shape == data["kvq.aqua.blk.11.v.axes"].shape == (14, 128)
     with pytest.raises(SystemExit):
-        cli.main([*command, "512", "--coords", "8,5"])
-    assert "8,5 is not two even numbers" in capsys.readouterr().err
+        cli.main([*command, "512", "--coords", "9"])
+    assert "9 is not an even number up to 64" in capsys.readouterr().err

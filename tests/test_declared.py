@@ -202,7 +202,12 @@ def test_saved_sequence_reads_back_equal(demo_model: Path, method: str, opts: st
 def test_a_saved_sequence_comes_back_into_cells_that_lie_apart(
     demo_model: Path, method: str, opts: str, declared: str, limit: float
 ) -> None:
-    c = Context(demo_model, method, opts, 3, unified=True, declared=declared)
+    check_cells_that_lie_apart(demo_model, method, opts, declared, limit)
+
+
+def check_cells_that_lie_apart(path: Path, method: str, opts: str, declared: str, limit: float) -> None:
+    """A saved sequence is loaded around cells of others, and around others again; limit: mean KL divergence."""
+    c = Context(path, method, opts, 3, unified=True, declared=declared)
     words = c.model.tokenize(TEXT, add_bos=True)
 
     def load_around(hole: int, data: bytes) -> None:

@@ -191,8 +191,7 @@ def test_options_have_an_effect(lib: CDLL, table: Any, method: str) -> None:
         "predictor": "none",
         "predictors": "on",
         "alone": "0.1.2.3",
-        "k_coords": 8,
-        "v_coords": 6,
+        "coords": 8,
         "first_bits": 2,
         "weights": "4",
         "hi": 3,
@@ -242,8 +241,7 @@ def test_options_have_an_effect(lib: CDLL, table: Any, method: str) -> None:
             "predictor": {"means": "on"},
             "predictors": {"means": "on"},
             "alone": {"means": "on", "predictor": "full"},
-            "k_coords": {"means": "on"},
-            "v_coords": {"means": "on"},
+            "coords": {"means": "on"},
             "weights": {"means": "on", "predictor": "full"},
         }
         needs: dict[str, dict[str, object]] = {

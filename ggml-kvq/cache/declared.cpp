@@ -40,7 +40,8 @@ double kvq_stored_bits(const kvq_layer_plan & plan, bool value, int n_head) {
 static double of_a_prompt(const kvq_lane_layout & l) {
     constexpr double PROMPT = 1024, ROWS = 160, ROW = 8.25;
     const double width = (double) l.n_head * l.codec.head_size,
-                 block = 8.0 * (double) (l.bytes_codes + l.bytes_params) / (width * l.n_cells),
+                 block = 8.0 * (double) (l.bytes_codes + l.bytes_params + l.nb_beside * (size_t) l.n_pages) /
+        (width * l.n_cells),
                  window = std::min(PROMPT, std::max(ROWS, (double) l.bytes_window / (2 * width)));
     return ((PROMPT - window) * block + window * ROW) / PROMPT;
 }

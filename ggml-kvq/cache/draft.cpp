@@ -69,10 +69,8 @@ bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) 
         return false;
     }
     if (config.is_instead) { fitted_to = declared.name; }
-    for (const char * key : { "k_coords", "v_coords" }) { // the CPU alone reads them
-        const auto coords = config.options.values.find(key);
-        if (beside_host && coords != config.options.values.end()) { coords->second = "0"; }
-    }
+    const auto coords = config.options.values.find("coords"); // the CPU alone reads them
+    if (beside_host && coords != config.options.values.end()) { coords->second = "0"; }
     predicts = model.n_layer_nextn > 0 && il >= model.n_layer - model.n_layer_nextn;
     if (predicts && kvq_draft_asked()) {
         kvq_model_info none;

@@ -58,9 +58,9 @@ void take_coords(const kvq_kernels & K, const stream_plan & s, workspace & w, co
                     *p.rotary, p.positions + page.cell + t, false, to + s.key_floats() + (size_t) t * p.rotary->n_dims);
             }
         }
-        if (s.n_coords[1] && page.v_params) {
-            K.value_coords(p.v, s.v.nb_params, kvq_lattice_coords_at(p.v), s.n_coords[1],
-                (const uint8_t *) page.v_params, s.v_stride, to + s.key_floats() + s.turn_floats());
+        if (s.n_coords[1] && page.v_params && page.k_params) {
+            K.value_coords(p.k, s.k.nb_params, kvq_lattice_coords_at(p.k), s.n_coords[1],
+                (const uint8_t *) page.k_params, s.v_stride, to + s.key_floats() + s.turn_floats());
         }
     }
 }
@@ -204,7 +204,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
     next.values(s);
     value_part(K, s, w, h, r, w.logits, f);
     for (int i = 0; s.n_coords[1] && i < r.n_pages; i++) {
-        if (!r.page[i]->v_params) { continue; }
+        if (!r.page[i]->v_params || !r.page[i]->k_params) { continue; }
         K.accum_tile(rows, s.v_stride, n, w.coords + (size_t) i * s.coord_floats() + s.key_floats() + s.turn_floats(),
             w.logits + (size_t) i * per_page, f + i * KVQ_MAX_ROWS, h.coords + (size_t) r.first * s.v_stride);
     }

@@ -79,7 +79,7 @@ struct stream_plan {
     key_place place_of(const kvq_page & page) const {
         return rope ? places[(size_t) (&page - p->pages)] : key_place{ 0, 0 };
     }
-    int n_coords[2]; // of a cell's keys and values (types/basis.h); 0: they have no coordinates
+    int n_coords[2]; // of a cell, of which keys and values are read (types/basis.h); 0: they are not
     int v_stride;    // floats of a cell's coordinates of values, padded
     bool has_coords() const { return n_coords[0] || n_coords[1]; }
     // floats of a page's coordinates: keys and their scales, angles of its positions, values

@@ -103,7 +103,7 @@ static int n_seen_pages(const kvq_attn & p) {
     return n;
 }
 
-static int p_coords(const kvq_basis * b, const kvq_codec & c) { return b && c.coords ? b->n : 0; }
+static int p_coords(const kvq_basis * b, const kvq_codec & keys) { return b && keys.coords ? b->n : 0; }
 
 int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.p = &attn;
@@ -125,7 +125,7 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     if (lattice_v) { s.lv = kvq_lattice_make_view(attn.v); }
     s.rope = lattice_k && (attn.rotary || attn.k_mean || attn.k_order);
     s.n_coords[0] = p_coords(attn.k_basis, attn.k);
-    s.n_coords[1] = p_coords(attn.v_basis, attn.v);
+    s.n_coords[1] = p_coords(attn.v_basis, attn.k);
     s.v_stride = (s.n_coords[1] + 15) / 16 * 16;
     s.few = false;
     s.fold = nullptr;
@@ -223,17 +223,10 @@ void end_head(const stream_plan & s, head_rows & h, int n_rows) {
     for (int r = 0; r < n_rows; r++) {
         float * out = h.out + (size_t) r * s.dpv;
         if (s.rotated_v) { kvq_get_kernels().unrotate(s.lv, h.rot + r * s.rot, out); }
-        if (s.n_coords[1]) { // sum f p (2 c - 15), then the basis once
-            const kvq_basis & b = *p.v_basis;
-            const size_t at = (size_t) h.kvh * p.v.head_size;
-            const float * sums = h.coords + (size_t) r * s.v_stride;
-            for (int d = 0; d < p.v.head_size; d++) {
-                float x = 0.0f;
-                for (int j = 0; j < b.n; j++) {
-                    x += sums[j] * b.out[((size_t) (j / 4) * b.width + at + d) * 4 + j % 4];
-                }
-                out[d] += b.step[at + d] * x;
-            }
+        for (int j = 0; j < s.n_coords[1]; j++) { // sum f p (2 c - 15), then the basis once
+            const float * w = p.v_basis->in + (size_t) j * p.v_basis->width + (size_t) h.kvh * p.v.head_size;
+            const float x = h.coords[(size_t) r * s.v_stride + j];
+            for (int d = 0; d < p.v.head_size; d++) { out[d] += x * w[d]; }
         }
         for (int d = 0; p.v_mean && d < p.v.head_size; d++) {
             out[d] += (h.l[r] - h.open[r]) * p.v_mean[(size_t) h.kvh * p.v.head_size + d];

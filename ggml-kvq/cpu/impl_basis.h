@@ -7,7 +7,7 @@ static inline const uint8_t * coord_pair(
     return params + (size_t) (j / each) * nb_params + at + (size_t) (j % each) * (size_t) c.n_cells;
 }
 
-// Keys: u8 [n/4 rounded up][n_cells][4], 0..15, then f32 scales [n_cells]
+// Keys: u8 [n/4 rounded up][n_cells][4], 2 c, then f32 scales [n_cells]
 static void key_coords(const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, uint8_t * out) {
     const int quads = (n + 3) / 4;
     for (int q = 0; q < quads; q++) {
@@ -15,7 +15,8 @@ static void key_coords(const kvq_codec & c, size_t nb_params, size_t at, int n, 
                       *b = 4 * q + 2 < n ? coord_pair(c, nb_params, at, params, 2 * q + 1) : a; // its weights are 0
         uint8_t * to = out + (size_t) (4 * q) * (size_t) c.n_cells;
         for (int t = 0; t < c.n_cells; t++) {
-            const uint32_t x = (uint32_t) a[t] | (uint32_t) b[t] << 16, y = (x & 0x000f000fu) | (x & 0x00f000f0u) << 4;
+            const uint32_t x = (uint32_t) a[t] | (uint32_t) b[t] << 16,
+                           y = (x & 0x000f000fu) << 1 | (x & 0x00f000f0u) << 5;
             memcpy(to + 4 * t, &y, 4);
         }
     }
@@ -49,21 +50,36 @@ static void value_coords(
     }
 }
 
-// C channels from `d` on of 16 cells, whose coordinates begin at x, quads `stride` bytes apart
-template <int C>
-static inline void basis_channels(
-    const kvq_basis & b, size_t d, const uint8_t * x, size_t stride, f32x16 scale, const float * mean, float * out) {
-    i32x16 sums[C];
-    for (int c = 0; c < C; c++) { sums[c] = i32_zero(); }
-    for (int q = 0; q < (b.n + 3) / 4; q++) {
-        const u8x64 at = u8_load(x + (size_t) q * stride);
-        const int8_t * w = b.out + ((size_t) q * (size_t) b.width + d) * 4;
-        for (int c = 0; c < C; c++) { sums[c] = dot4(sums[c], at, i8_set4(w + 4 * c)); }
-    }
+// C channels from `d` on of G times 16 cells, whose coordinates begin at x; columns of n_cells
+template <int C, int G>
+static inline void basis_channels(const kvq_basis & b, size_t d, const uint8_t * x, size_t n_cells, const float * scale,
+    const float * mean, float * out) {
+    i32x16 sums[C][G]; // in registers: every loop over them is unrolled
+    KVQ_UNROLL
     for (int c = 0; c < C; c++) {
-        const i32x16 twice = i32_sub(i32_add(sums[c], sums[c]), i32_set1(b.off[d + (size_t) c]));
-        f32_store(out + 16 * c,
-            f32_fma(f32_mul(f32_from_i32(twice), scale), f32_set1(b.step[d + (size_t) c]), f32_set1(mean[c])));
+        KVQ_UNROLL
+        for (int g = 0; g < G; g++) { sums[c][g] = i32_sub(i32_zero(), i32_set1(b.off[d + (size_t) c])); }
+    }
+    for (int q = 0; q < (b.n + 3) / 4; q++) {
+        const int8_t * w = b.out + ((size_t) q * (size_t) b.width + d) * 4;
+        u8x64 at[G];
+        KVQ_UNROLL
+        for (int g = 0; g < G; g++) { at[g] = u8_load(x + 4 * (size_t) q * n_cells + 64 * g); }
+        KVQ_UNROLL
+        for (int c = 0; c < C; c++) {
+            const auto wc = i8_set4(w + 4 * c);
+            KVQ_UNROLL
+            for (int g = 0; g < G; g++) { sums[c][g] = dot4(sums[c][g], at[g], wc); }
+        }
+    }
+    KVQ_UNROLL
+    for (int g = 0; g < G; g++) {
+        const f32x16 by = f32_load(scale + 16 * g);
+        KVQ_UNROLL
+        for (int c = 0; c < C; c++) {
+            f32_store(out + (size_t) c * n_cells + 16 * g,
+                f32_fma(f32_mul(f32_from_i32(sums[c][g]), by), f32_set1(b.step[d + (size_t) c]), f32_set1(mean[c])));
+        }
     }
 }
 
@@ -71,20 +87,19 @@ static inline void basis_channels(
 // turn_table makes them; NULL: keys are not turned
 static void basis_keys(const kvq_basis & b, int head, int D, int dp, int n_cells, const uint8_t * coords,
     const float * mean, const float * turns, int n_dims, bool neox, float * tile) {
-    constexpr int C = 4;
+    constexpr int C = KVQ_R < 8 ? KVQ_R : 8, G = KVQ_TILES; // head sizes are multiples of 8, pages of 32
     const float * const scales = (const float *) (coords + (size_t) ((b.n + 3) / 4 * 4) * (size_t) n_cells);
-    float x[KVQ_MAX_HEAD * 16];
-    for (int t0 = 0; t0 < n_cells; t0 += 16) {
-        for (int d = 0; d < D; d += C) { // head sizes are multiples of 8
-            basis_channels<C>(b, (size_t) (head * D + d), coords + 4 * t0, 4 * (size_t) n_cells, f32_load(scales + t0),
-                mean + d, x + (size_t) d * 16);
+    const size_t n = (size_t) n_cells;
+    for (size_t t = 0; t < n; t += 16 * G) {
+        for (int d = 0; d < D; d += C) {
+            basis_channels<C, G>(
+                b, (size_t) (head * D + d), coords + 4 * t, n, scales + t, mean + d, tile + (size_t) d * n + t);
         }
-        if (turns) { turn_columns(n_dims, neox, turns + (size_t) (t0 / 16) * (size_t) n_dims * 16, x); }
-        for (int d = 0; d < dp; d++) {
-            f32_store(
-                tile + (size_t) d * (size_t) n_cells + t0, d < D ? f32_load(x + (size_t) d * 16) : f32_set1(0.0f));
+        for (size_t at = t; turns && at < t + 16 * G; at += 16) {
+            turn_columns(n_dims, neox, turns + at / 16 * (size_t) n_dims * 16, tile + at, n);
         }
     }
+    std::fill(tile + (size_t) D * n, tile + (size_t) dp * n, 0.0f);
 }
 
 } // namespace

@@ -32,10 +32,10 @@ static void turn_table(const kvq_rotary & rot, const int32_t * pos, bool inverse
 }
 
 // x [D][16 cells] = R x
-static void turn_columns(int n_dims, bool neox, const float * table, float * x) {
+static void turn_columns(int n_dims, bool neox, const float * table, float * x, size_t stride = 16) {
     const int n = n_dims / 2;
     for (int i = 0; i < n; i++) {
-        float *a = x + (size_t) (neox ? i : 2 * i) * 16, *b = x + (size_t) (neox ? i + n : 2 * i + 1) * 16;
+        float *a = x + (size_t) (neox ? i : 2 * i) * stride, *b = x + (size_t) (neox ? i + n : 2 * i + 1) * stride;
         const f32x16 u = f32_load(a), v = f32_load(b), c = f32_load(table + (size_t) i * 16),
                      s = f32_load(table + (size_t) (n + i) * 16);
         f32_store(a, f32_sub(f32_mul(u, c), f32_mul(v, s)));

@@ -221,7 +221,7 @@ struct kvq_kernels {
     void (*turn_rows)(const kvq_row_turn & a, bool back, uint16_t * rows, int stride);
 
     // Coordinates of a page (types/basis.h); params: of its first head; at: where they begin in a head's; n: of a cell.
-    // Keys: u8 [n/4 rounded up][n_cells][4], then f32 scales [n_cells]. Values: (2 c - 15) scale as f32
+    // Keys: 2 c as u8 [n/4 rounded up][n_cells][4], then f32 scales [n_cells]. Values: (2 c - 15) scale as f32
     // [n_cells][stride], stride a multiple of 16, zeros behind n.
     void (*key_coords)(const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, uint8_t * out);
     void (*value_coords)(

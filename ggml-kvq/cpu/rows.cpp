@@ -139,8 +139,9 @@ void kvq_cpu_take_coords(const kvq_lane_layout & l, const kvq_basis & b, int n, 
                 kvq_cpu_f16_to_f32(head + t * (size_t) l.head_stride(), &rows[t * width + (size_t) h * D], (int64_t) D);
             }
         }
-        kvq_basis_encode(b, l.codec, l.nb_params, rows.data(), params[i]);
-        kvq_basis_decode(b, l.codec, l.nb_params, params[i], said + (size_t) i * cells * width);
+        kvq_basis_encode(b, kvq_coords_in(l.codec, l.nb_params, params[i]), rows.data());
+        kvq_basis_decode(
+            b, kvq_coords_in(l.codec, l.nb_params, (const uint8_t *) params[i]), said + (size_t) i * cells * width);
     });
 }
 

@@ -38,6 +38,7 @@ struct kvq_lane_layout {
     int n_sink_pages = 0; // leading pages that never seal
     int n_frames = 0;     // own open frames per stream; at least, when pooled
     size_t nb_codes = 0, nb_params = 0, nb_tile_head = 0, nb_frame = 0;
+    size_t nb_beside = 0; // of a saved block: bytes of another lane's page that it is read with (policy/coords.h)
     size_t nb_pool = 0, nb_block = 0, nb_block_codes = 0; // pooled: of a stream; of a block; where its params begin
     size_t bytes_codes = 0, bytes_params = 0, bytes_window = 0, bytes_tables = 0, bytes_calibration = 0,
            bytes_chain = 0;

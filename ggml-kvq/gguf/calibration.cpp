@@ -200,20 +200,22 @@ std::vector<float> values_of(const kvq_calibration::matrix & m) {
     return out;
 }
 
-// A basis, NAME.axes and NAME.read. "": it is absent, or good; else what is wrong.
-std::string get_basis(const file & f, const std::string & name, size_t width, kvq_basis_data & out) {
+// A basis, NAME.axes and of keys NAME.read. "": it is absent, or good; else what is wrong.
+std::string get_basis(const file & f, const std::string & name, bool value, size_t width, kvq_basis_data & out) {
     kvq_calibration::matrix axes, read;
     std::string why;
     if (!get_matrix(f, name + ".axes", axes, why)) { return why; }
-    if (!get_matrix(f, name + ".read", read, why)) { return why.empty() ? name + ".read is missing" : why; }
+    if (!value && !get_matrix(f, name + ".read", read, why)) { return why.empty() ? name + ".read is missing" : why; }
     for (const auto * m : { &axes, &read }) {
+        if (m == &read && value) { continue; }
         if ((size_t) m->n_in != width || m->n_out != axes.n_out || m->n_out % 2 || m->n_out > KVQ_MAX_COORDS) {
             return name + (m == &axes ? ".axes" : ".read") + " is " + std::to_string(m->n_out) + " x " +
                 std::to_string(m->n_in) + ", not an even number of coordinates up to " +
                 std::to_string(KVQ_MAX_COORDS) + " x " + std::to_string(width) + " channels";
         }
     }
-    out.make(axes.n_out, axes.n_in, values_of(axes).data(), values_of(read).data());
+    const std::vector<float> reads = value ? std::vector<float>() : values_of(read);
+    out.make(axes.n_out, axes.n_in, values_of(axes).data(), value ? nullptr : reads.data());
     return "";
 }
 
@@ -319,7 +321,7 @@ kvq_status kvq_calibration_load(
         if (disorder.empty()) { disorder = get_order(f, base + ".k.left", l.k_mean.size(), l.k_left); }
         for (const bool v : { false, true }) {
             const size_t width = (v ? l.v_mean : l.k_mean).size();
-            if (disorder.empty()) { disorder = get_basis(f, base + (v ? ".v" : ".k"), width, l.basis[v]); }
+            if (disorder.empty()) { disorder = get_basis(f, base + (v ? ".v" : ".k"), v, width, l.basis[v]); }
         }
         if (!disorder.empty()) { return refuse(disorder); }
         uint32_t prev;
@@ -360,18 +362,16 @@ bool kvq_calibration::fits(
     for (int v = 0; v < 2; v++) {
         const size_t have = (v ? l->second.v_mean : l->second.k_mean).size(), want = (size_t) (v ? width_v : width_k);
         const bool share = part && want && want < have;
-        const int coords = (v ? plan.v : plan.k).coords,
-                  heads = coords && want ? (int) want / (v ? plan.v : plan.k).head_size : 0;
-        const std::string key = v ? "v_coords" : "k_coords";
+        const int coords = plan.k.coords, heads = coords && want ? (int) want / (v ? plan.v : plan.k).head_size : 0;
         if (share && coords) {
             err = "coordinates take whole layers, and this device has some heads of layer " + std::to_string(il) +
-                ": run with -sm layer, or set k_coords=0 and v_coords=0";
+                ": run with -sm layer, or set coords=0";
             return false;
         }
         if (heads && l->second.basis[v].view.n != heads * coords - 2) {
             err = base + (v ? ".v" : ".k") + ".axes has " + std::to_string(l->second.basis[v].view.n) +
-                " coordinates, option " + key + "=" + std::to_string(coords) + " asks for " +
-                std::to_string(heads * coords - 2) + ": make them again with ggml-kvq calibrate, or set " + key + "=0";
+                " coordinates, option coords=" + std::to_string(coords) + " asks for " +
+                std::to_string(heads * coords - 2) + ": make them again with ggml-kvq calibrate, or set coords=0";
             return false;
         }
         if (share && plan.part("chain")) {

@@ -153,7 +153,7 @@ typedef struct kvq_codec {
     int32_t hi, n_hi;  // mixed: bits of the salient cells, and how many of a page are
     int32_t split;     // lattice keys: kvq_split
     int32_t fast_bits; // split: bits of the fast half, 0: its channels are zero; `bits` are those of the slow half
-    int32_t coords;    // lattice: a head's share of a cell's coordinates and their scale (kvq_basis), even, 0..64
+    int32_t coords;    // lattice keys: a head's share of a cell's coordinates and their scale (kvq_basis), even, 0..64
     int32_t reserved[2];
 } kvq_codec;
 
@@ -242,22 +242,25 @@ typedef struct kvq_order {
 
 // A basis of rows: what the rows of all heads of a cell have in common, in few numbers of 4 bits (types/basis.h).
 //   row[i] = scale * step[i] * sum_j (2 c[j] - 15) out[j/4][i][j%4] + what the blocks hold        c[j] = 0..15
+// Keys have coordinates. Values are read from those of the key of the same cell.
 typedef struct kvq_basis {
-    int32_t n, width;    // coordinates of a cell, n_head_kv * codec.coords - 2, and channels of all heads
-    const float * in;    // [width][n]: c[j] = 8 + floor(sum_i row[i] in[i][j] / scale), within 0..15
+    int32_t n, width; // coordinates of a cell, n_head_kv * codec.coords - 2, and channels of all heads
+    // keys: [width][n], c[j] = 8 + floor(sum_i row[i] in[i][j] / scale), within 0..15; values: [n][width], step * out
+    const float * in;
     const int8_t * out;  // [n/4 rounded up][width][4], zeros behind n
     const float * step;  // [width]
     const int32_t * off; // [width]: 15 times the sum over j of out
 } kvq_basis;
 
-// Coordinates of a page: rows f32 [n_cells][width], less their means, into the parameters of n_head_kv blocks (each
-// kvq_codec_bytes of parameters, one behind the other), and the rows that they say. axes, read: f32 [n][width], what a
-// coordinate of 1 adds to a row and what it is read with. KVQ_ERR_SHAPE where the numbers do not fit each other.
+// Coordinates of a page: keys f32 [n_cells][n_head_kv * head_size], before rotary embedding and less their means, into
+// the parameters of n_head_kv blocks (each kvq_codec_bytes of parameters, one behind the other), and the rows of
+// `width` channels that they say, of keys or of values. codec: of keys; read, axes: f32 [n][width], what a coordinate is read
+// with and what a coordinate of 1 adds to a row. KVQ_ERR_SHAPE where the numbers do not fit each other.
 KVQ_API int kvq_coords_encode(
-    const kvq_codec * codec, int n_head_kv, const float * axes, const float * read, const float * rows, void * params);
+    const kvq_codec * codec, int n_head_kv, const float * read, const float * rows, void * params);
 KVQ_API int kvq_coords_decode(
-    const kvq_codec * codec, int n_head_kv, const float * axes, const float * read, const void * params, float * rows);
-// A basis for kvq_attn, of the same axes; NULL: bad numbers. kvq_basis_free frees it.
+    const kvq_codec * codec, int n_head_kv, int width, const float * axes, const void * params, float * rows);
+// A basis for kvq_attn, of the same axes; read: NULL of values. NULL: bad numbers. kvq_basis_free frees it.
 KVQ_API const kvq_basis * kvq_basis_new(int n, int width, const float * axes, const float * read);
 KVQ_API void kvq_basis_free(const kvq_basis * basis);
 
@@ -343,8 +346,8 @@ typedef struct kvq_attn {
     const kvq_far * far;    // NULL: one tier. Pages have no maps then, and n_cells slots
     // Sorted lattice keys: key = R_(pos - sealed) unsorted(decoded) + R_pos mean; NULL: no order and no gains
     const kvq_order * k_order;
-    // Lattice pages of whole layers: sealed rows also lack what their coordinates say, keys before rotary embedding as
-    // their mean. NULL: codec.coords is 0
+    // Lattice pages of whole layers: sealed rows also lack what the coordinates of keys say, keys before rotary
+    // embedding as their mean. NULL: k.coords is 0
     const kvq_basis *k_basis, *v_basis;
 } kvq_attn;
 

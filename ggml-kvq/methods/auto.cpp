@@ -6,7 +6,8 @@
 //   rung                 0      1      2      3      4      5      6
 //   pairs=norm|neox    0|2/1  0|2/2  0|4/2  0|4/3  2|4/3  2|4/4   4/4
 //   pairs=none          1/1    2/1    2/2    3/2    3/3    4/4
-//   pairs=sorted       keys: 1|2  1|3  1|4  2|4   4      values: 1  2  3  4      with coordinates, keys: 1 first
+//   pairs=sorted       keys: 1|2  1|3  1|4  2|4   4      values: 1  2  3  4
+//     with coordinates       0|1   1  1|2  1|3  1|4  2|4   4
 // w|s are bits of the weak and of the strong half of the rotary pairs of keys (types/lattice.h). Calibrated data say
 // which pairs are strong, where a head turns as a whole:
 //   sorted       in each head those whose key energy times query energy is large, by what an error adds to a logit
@@ -50,12 +51,10 @@ static const kvq_option_info options[] = {
         "AQUA-KV section 3.1" },
     { "predictors", "off|on", "off",
         "on: predictor=auto, and where no data hold predictors the model's first use fits them", "ggml-kvq" },
-    { "k_coords", "int", "0",
-        "with means: what all heads of a layer's keys have in common in 4-bit coordinates, a head's share of them; "
-        "even, "
-        "0..64; 0: none. Data say how many",
+    { "coords", "int", "0",
+        "with means: what the keys and values of all heads of a layer have in common in 4-bit coordinates, a head's "
+        "share of them; even, 0..64; 0: none. Data say how many",
         "ggml-kvq" },
-    { "v_coords", "int", "0", "the same of values", "ggml-kvq" },
     { "alone", "text", "none", "layers that are not predicted, as 5.11.17: those of a cache of too few layers",
         "ggml-kvq" },
     { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: as calibrated", "AQUA-KV section 4" },
@@ -88,16 +87,18 @@ static constexpr int LONG_CONTEXT = 131072; // tokens at which bits count, in al
 // (docs/decisions/gains.md). Of what predictors leave they are halves.
 static constexpr rung sorted_keys[] = { { 1, 2, 0 }, { 1, 3, 0 }, { 1, 4, 0 }, { 2, 4, 0 }, { 4, 4, 0 } };
 static constexpr int KEY_RISES = sizeof(sorted_keys) / sizeof(rung) - 1, VALUE_RISES = 3;
-// Coordinates hold most of a key, so there is a rung below: one block of 1 bit.
-static int more_rungs(const kvq_options & o) { return o.num("k_coords") > 0; }
+// Coordinates hold most of a key, so there are rungs below.
+static constexpr rung coord_keys[] = { { 0, 1, 0 }, { 1, 1, 0 } };
+static constexpr int MORE_RISES = sizeof(coord_keys) / sizeof(rung);
+static int more_rungs(const kvq_options & o) { return o.num("coords") > 0 ? MORE_RISES : 0; }
 static rung sorted_rung(const kvq_options & o, int k, int v) {
     k -= more_rungs(o);
-    if (k < 0) { return { 1, 1, 1 + v }; }
+    if (k < 0) { return { coord_keys[k + MORE_RISES].fast, coord_keys[k + MORE_RISES].slow, 1 + v }; }
     const rung & keys = sorted_keys[v == VALUE_RISES ? k : std::min(k, KEY_RISES - 1)];
     return { keys.fast, keys.slow, 1 + v };
 }
 // Sides of all layers that rise one behind the other, without data of this model.
-static constexpr const char *DEFAULT_STEPS = "vkkvkvk", *STEPS_OF_COORDS = "vkkkvkvk";
+static constexpr const char *DEFAULT_STEPS = "vkkvkvk", *STEPS_OF_COORDS = "vkkkkvkvk";
 
 // means=auto: a plan without data, which counts as if there were some
 static bool predicts(const kvq_options & o) { return !o.is("predictor", "none") || o.is("predictors", "on"); }
@@ -151,15 +152,13 @@ static std::vector<int> usual_order(const kvq_options & o, int n_layer) {
     return out;
 }
 
-// An order of keys with coordinates, for keys without: each layer's first rise falls away.
+// An order of keys with coordinates, for keys without: each layer's first rises fall away.
 static void drop_lowest(std::vector<int> & order) {
     const std::vector<int> with = order;
-    std::vector<bool> seen((size_t) *std::max_element(with.begin(), with.end()) + 1, false);
+    std::vector<int> seen((size_t) *std::max_element(with.begin(), with.end()) + 1, 0);
     order.clear();
     for (const int x : with) {
-        const bool first = x % 2 == 0 && !seen[(size_t) x];
-        seen[(size_t) x] = true;
-        if (!first) { order.push_back(x); }
+        if (x % 2 || seen[(size_t) x]++ >= MORE_RISES) { order.push_back(x); }
     }
 }
 
@@ -187,7 +186,7 @@ static std::vector<int> order_of(const kvq_options & o, const std::string & text
         p += ok && *p;
     }
     const size_t each = (size_t) n_rises_of_layer(o);
-    const bool more = std::count(out.begin(), out.end(), 0) == KEY_RISES + 1; // of the first layer's keys
+    const bool more = std::count(out.begin(), out.end(), 0) == KEY_RISES + MORE_RISES; // of the first layer's keys
     if (ok && sorted && more && !more_rungs(o)) { drop_lowest(out); }
     const size_t n = out.size() / each; // layers
     std::vector<int> times(2 * n, 0);
@@ -216,30 +215,31 @@ static bool stands_alone(const kvq_options & o, int number) {
     return ("." + o.str("alone") + ".").find("." + std::to_string(number) + ".") != std::string::npos;
 }
 
-// Coordinates in a basis (types/basis.h): keys' and values' own, so a page needs no other layer.
+// Coordinates in a basis (types/basis.h), which pages of keys hold.
 static kvq_status plan_coords(
     const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
-    for (const bool value : { false, true }) {
-        const char * key = value ? "v_coords" : "k_coords";
-        const int n = o.num(key);
-        kvq_codec & codec = value ? out.v : out.k;
-        if (n && (predicts(o) || !o.is("far", "none"))) {
-            const char * other = predicts(o) ? "predictor" : "far";
-            err = "option " + std::string(key) + "=" + o.str(key) + " cannot go with " + other + "=" + o.str(other) +
-                ": leave one of them out";
-            return KVQ_ERR_OPTION;
-        }
-        codec.coords = n;
-        if (const char * why = kvq_lattice_refuse(codec)) {
-            err = "option " + std::string(key) + "=" + o.str(key) + ": " + why;
-            return KVQ_ERR_OPTION;
-        }
-        if (n && n * c.shape.n_head_kv < 4) {
-            err = "option " + std::string(key) + "=" + o.str(key) + " leaves layer " + std::to_string(c.shape.il) +
-                " no coordinates beside their scale: 4 or more are needed for one head";
-            return KVQ_ERR_OPTION;
-        }
+    const int n = o.num("coords");
+    const char * other = predicts(o) ? "predictor"
+        : !o.is("far", "none")       ? "far"
+        : o.is("window", "auto")     ? "window"
+                                     : nullptr;
+    if (!n) { return KVQ_OK; }
+    if (other) {
+        err = "option coords=" + o.str("coords") + " cannot go with " + other + "=" + o.str(other) +
+            ": leave one of them out";
+        return KVQ_ERR_OPTION;
     }
+    out.k.coords = n;
+    if (const char * why = kvq_lattice_refuse(out.k)) {
+        err = "option coords=" + o.str("coords") + ": " + why;
+        return KVQ_ERR_OPTION;
+    }
+    if (n * c.shape.n_head_kv < 4) {
+        err = "option coords=" + o.str("coords") + " leaves layer " + std::to_string(c.shape.il) +
+            " no coordinates beside their scale: 4 or more are needed for one head";
+        return KVQ_ERR_OPTION;
+    }
+    out.add("coords", { { "n", n } });
     return KVQ_OK;
 }
 
@@ -324,16 +324,15 @@ static kvq_status plan(
         out.k.fast_bits = at.fast;
     }
     if (status != KVQ_OK || !means) { return status; }
-    const kvq_status coords = plan_coords(given, c, out, err);
-    if (coords != KVQ_OK) { return coords; }
     out.add("transform",
         { { "unrotate", 1 }, { "mean", 1 },
             { "sort",
                 !sorted     ? 0
                     : split ? KVQ_SORT_BLOCKS
                             : KVQ_SORT_GAINS },
-            { "k_coords", out.k.coords }, { "v_coords", out.v.coords }, { "counts_shared", !c.prev } });
-    if (!predicted) { return KVQ_OK; }
+            { "counts_shared", !c.prev } });
+    const kvq_status coords = plan_coords(given, c, out, err);
+    if (coords != KVQ_OK || !predicted) { return coords; }
     const kvq_status chained = kvq_plan_predictor(given, c, out, err);
     const size_t cure = chained == KVQ_OK ? std::string::npos : err.find("predictor=bias"); // of aqua
     if (cure != std::string::npos) {

@@ -19,13 +19,16 @@ std::vector<float> kvq_transform::predicted(const kvq_lane & x, int s, int p) co
     return out;
 }
 
-std::vector<float> kvq_transform::of_coords(const kvq_lane & x, const uint8_t * params) const {
-    std::vector<float> out;
-    if (basis) {
-        out.resize((size_t) x.layout().page_cells * (size_t) basis->width);
-        kvq_basis_decode(*basis, x.layout().codec, x.layout().nb_params, params, out.data());
-    }
+std::vector<float> kvq_transform::said(const kvq_coord_pairs<const uint8_t> & pairs) const {
+    std::vector<float> out((size_t) pairs.n_cells * (size_t) basis->width);
+    kvq_basis_decode(*basis, pairs, out.data());
     return out;
+}
+
+std::vector<float> kvq_transform::said(int s, int p, const uint8_t * params) const {
+    if (!basis || (value && keys->state(s, p) != KVQ_PAGE_SEALED)) { return {}; }
+    const kvq_lane_layout & l = keys->layout();
+    return said(kvq_coords_in(l.codec, l.nb_params, value ? keys->params_at(s, p, 0) : params));
 }
 
 kvq_row_transform kvq_transform::transform_here(
@@ -117,7 +120,7 @@ void kvq_transform::leave_out(
         for (int p : stripe) { note_sealed(x, s, p); } // before predictions and transforms read positions
         const float * pred = chained ? chain->predict(ordinal, value, s, stripe) : nullptr;
         const size_t pred_stride = chained ? chain->stride(value) : basis ? (size_t) basis->width : 0;
-        std::vector<float> said; // by coordinates
+        std::vector<float> said_rows; // by coordinates
         const size_t first = reduced.size();
         std::vector<const uint16_t *> from;
         std::vector<kvq_row_transform> jobs;
@@ -128,11 +131,18 @@ void kvq_transform::leave_out(
             jobs.push_back(transform_of(x, s, stripe[j]));
         }
         if (basis) {
+            said_rows.resize(n * (size_t) l.page_cells * pred_stride);
             std::vector<uint8_t *> params;
             for (size_t j = 0; j < n; j++) { params.push_back((uint8_t *) blocks[i + j].params); }
-            said.resize(n * (size_t) l.page_cells * pred_stride);
-            kvq_cpu_take_coords(l, *basis, (int) n, from.data(), jobs.data(), params.data(), said.data(), n_threads);
-            pred = said.data();
+            if (!value) {
+                kvq_cpu_take_coords(
+                    l, *basis, (int) n, from.data(), jobs.data(), params.data(), said_rows.data(), n_threads);
+            }
+            for (size_t j = 0; j < n && value; j++) {
+                const std::vector<float> page = said(s, stripe[j], nullptr);
+                std::copy(page.begin(), page.end(), said_rows.begin() + (long) (j * l.page_cells * pred_stride));
+            }
+            pred = said_rows.data();
         }
         for (size_t j = 0; j < n && pred; j++) {
             jobs[j].pred = pred + j * (size_t) l.page_cells * pred_stride;
@@ -156,9 +166,9 @@ void kvq_transform::put_back(const kvq_lane & x, int s, int p, uint16_t * tile) 
         turn.pred = chain->predict(ordinal, value, s, { p });
         turn.pred_stride = chain->stride(value);
     }
-    const std::vector<float> said = of_coords(x, x.params_at(s, p, 0));
-    if (!said.empty()) {
-        turn.pred = said.data();
+    const std::vector<float> rows = said(s, p, x.params_at(s, p, 0));
+    if (!rows.empty()) {
+        turn.pred = rows.data();
         turn.pred_stride = (size_t) basis->width;
     }
     x.device.transforms()->put_back(x.layout(), tile, turn);
@@ -198,10 +208,6 @@ static void shape(const kvq_part & part, const kvq_layer_plan &, bool value, kvq
 
 static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     if (l.centred) { l.bytes_calibration += kvq_pad(4 * (size_t) l.n_head * l.codec.head_size, KVQ_ALIGN); }
-    const int coords = l.codec.coords * l.n_head;
-    if (coords) { // and their scale
-        l.bytes_calibration += kvq_pad(kvq_basis_data::nb(coords - 2, l.n_head * l.codec.head_size), KVQ_ALIGN);
-    }
     if (l.sorted) { l.bytes_calibration += kvq_pad(10 * (size_t) l.n_head * l.codec.head_size, KVQ_ALIGN); }
     if (part.get("counts_shared") > 0 && !value) { // positions now and when sealed; layers that hold the page
         const size_t pages = (size_t) l.n_pages * l.n_stream;
@@ -219,14 +225,9 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
     kvq_positions * positions = (kvq_positions *) table.get();
     if (positions && !positions->ok()) { return false; }
     const bool mean = part.get("mean") > 0;
-    if ((l.codec.coords || at.v->layout().codec.coords) && !at.device.is_host()) {
-        at.why = "coordinates (options k_coords and v_coords) are read on the CPU alone: leave them out";
-        return false;
-    }
     for (const bool value : { false, true }) {
         const float * its_mean = mean ? (value ? at.data->v_mean : at.data->k_mean).data() : nullptr;
         at.transforms[value] = at.own(new kvq_transform(value, its_mean, value ? nullptr : positions));
-        if (at.lane(value).layout().codec.coords) { at.transforms[value]->basis = &at.data->basis[value].view; }
         if (!value && part.get("sort") > 0) {
             const bool gains = part.get("sort") == KVQ_SORT_GAINS;
             const auto & order = at.plan.part("chain") ? at.data->k_left
@@ -242,14 +243,7 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
 
 static std::string words(const std::vector<kvq_part_of_layer> & layers, const kvq_stats &) {
     const kvq_part & part = *layers[0].part;
-    const int k = (int) part.get("k_coords"), v = (int) part.get("v_coords");
-    const std::string what = !k ? "values"
-        : !v                    ? "keys"
-                                : "keys and values",
-                      coords = !k && !v ? "" : " and what their coordinates say";
-    return part.get("mean") > 0
-        ? "; channel means" + coords + " are taken off " + (coords.empty() ? "keys and values" : what)
-        : "";
+    return part.get("mean") > 0 ? "; channel means are taken off keys and values" : "";
 }
 
 extern const kvq_policy_kind kvq_policy_transform;

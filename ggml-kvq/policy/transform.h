@@ -3,8 +3,7 @@
 //   row = R_pos (decoded + prediction + mean)       keys that are predicted
 //   row = R_(pos - sealed) decoded + R_pos mean     other keys; what is sealed is  key - R_sealed mean
 //
-// With a basis (types/basis.h) each cell has a mean of its own: the layer's mean and what the cell's coordinates say.
-// These lie in the page's own block, so no row rests on others.
+// With a basis (coords.h) each cell has a mean of its own: the layer's mean and what the cell's coordinates say.
 //
 // Keys of the second kind need no rotation while they are read: the query meets decoded keys as it is. Where keys have
 // moved since, the query is turned back by that distance. Its products with the mean are cheap (engine/turns.h). With
@@ -16,9 +15,8 @@
 //
 //   part transform   unrotate: 1, keys lose their rotary embedding; mean: 1, pages lose a calibrated mean per channel;
 //                    sort: KVQ_SORT_BLOCKS, KVQ_SORT_GAINS (plan/plan.h);
-//                    k_coords, v_coords: of a head, for the load line; codecs hold them (kvq_codec::coords);
 //                    counts_shared: 1 in the layer whose bytes count the table of positions
-//   data             kvq.aqua.blk.<il>.{k,v}.{bias,axes,read} (cache/calibration.h)
+//   data             kvq.aqua.blk.<il>.{k,v}.bias (cache/calibration.h)
 #pragma once
 
 #include "positions.h"
@@ -40,6 +38,7 @@ public:
     const float * mean;
     kvq_positions * const positions;
     const kvq_basis * basis = nullptr; // NULL: cells have no coordinates
+    const kvq_lane * keys = nullptr;   // whose pages hold them
     const kvq_order * order = nullptr; // of sorted keys (types/lattice.h), NULL: channels stay where they are
     kvq_rotor * rotor = nullptr; // of this layer's keys, once a graph has shown it; NULL: keys have no rotary embedding
     // what is predicted from the layer before (chain.h), NULL: rows are not predicted; ordinal: of this layer
@@ -92,14 +91,16 @@ private:
     bool is_held_elsewhere(const kvq_lane & x, int s, int p) const; // other layers hold the page sealed
     void note_sealed(kvq_lane & x, int s, int p);                   // positions of a page that is about to be sealed
     std::vector<float> predicted(const kvq_lane & x, int s, int p) const; // empty: rows are not predicted
-    // what the coordinates of a page's block say, f32 [page_cells][width]; empty: there is no basis
-    std::vector<float> of_coords(const kvq_lane & x, const uint8_t * params) const;
+    // What coordinates say, f32 [page_cells][width]; of a page, params: of its block. Empty: it has none.
+    std::vector<float> said(const kvq_coord_pairs<const uint8_t> & pairs) const;
+    std::vector<float> said(int s, int p, const uint8_t * params) const;
     // of rows and predictions that the host holds; pos, was [page_cells]: positions, and those when sealed; NULL: rows
     // have no positions
     kvq_row_transform transform_here(
         const kvq_lane & x, const int32_t * pos, const int32_t * was, const std::vector<float> & pred) const;
-    void image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes,
-        const uint8_t * params, struct kvq_row_turns & turns, uint16_t * rows) const;
+    void image_page(const kvq_lane & x, const int32_t * pos, const int32_t * was, const uint8_t * codes,
+        const uint8_t * params, const std::vector<float> & pred, struct kvq_row_turns & turns, uint16_t * rows) const;
+    std::vector<uint8_t> beside(const kvq_lane & x, int s, int p) const; // coordinates of a page of values
     bool take_params(const kvq_lane & x, int h, int low, const uint16_t * rows, std::vector<uint16_t> & head,
         kvq_page_image & out) const;
     bool take_head(const kvq_lane & x, int h, int low, const uint16_t * rows, const std::vector<float> & pred,

@@ -12,12 +12,11 @@
 
 // Image of a whole page, rows [page_cells][n_head*head_size]: decoded and put back, parameters in the low bits (above
 // the tag's), behind those of the first head the positions when sealed.
-void kvq_transform::image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was,
-    const uint8_t * codes, const uint8_t * params, kvq_row_turns & turns, uint16_t * rows) const {
+void kvq_transform::image_page(const kvq_lane & x, const int32_t * pos, const int32_t * was, const uint8_t * codes,
+    const uint8_t * params, const std::vector<float> & pred, kvq_row_turns & turns, uint16_t * rows) const {
     const kvq_lane_layout & l = x.layout();
     const int D = l.codec.head_size, W = D * l.n_head;
     std::vector<uint16_t> head((size_t) l.page_cells * D);
-    const std::vector<float> pred = basis ? of_coords(x, params) : predicted(x, s, p);
     kvq_row_transform turn = transform_here(x, pos, was, pred);
     kvq_cpu_turns(l, turn, true, turns);
     turn.turns = &turns;
@@ -43,14 +42,15 @@ void kvq_transform::image_page(const kvq_lane & x, int s, int p, const int32_t *
 void kvq_transform::write_image(
     const kvq_lane & x, int s, int p, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
     kvq_row_turns turns;
-    image_page(x, s, p, positions_at(s, p), sealed_at(s, p), codes, params, turns, rows);
+    const std::vector<float> pred = basis ? said(s, p, params) : predicted(x, s, p);
+    image_page(x, positions_at(s, p), sealed_at(s, p), codes, params, pred, turns, rows);
 }
 
 bool kvq_transform::rows_of_block(const kvq_lane & x, const kvq_page_image & image, const uint8_t * codes,
     const uint8_t * params, uint16_t * rows) const {
     const size_t n = (size_t) x.layout().page_cells;
     if ((chain && chain->chains(value)) || image.pos.size() != (rotor ? n : 0) ||
-        image.was.size() != (keeps_turn() ? n : 0)) {
+        image.was.size() != (keeps_turn() ? n : 0) || image.beside.size() != x.layout().nb_beside) {
         return false;
     }
     for (const std::vector<int32_t> * list : { &image.pos, &image.was }) {
@@ -60,8 +60,12 @@ bool kvq_transform::rows_of_block(const kvq_lane & x, const kvq_page_image & ima
         }
     }
     kvq_row_turns turns;
-    image_page(x, 0, 0, rotor ? image.pos.data() : nullptr, image.was.empty() ? nullptr : image.was.data(), codes,
-        params, turns, rows);
+    const kvq_codec * of = basis ? &keys->layout().codec : nullptr;
+    const std::vector<float> pred = !basis ? std::vector<float>()
+        : value                            ? said(kvq_coords_alone(*of, image.beside.data()))
+                                           : said(kvq_coords_in(*of, keys->layout().nb_params, params));
+    image_page(x, rotor ? image.pos.data() : nullptr, image.was.empty() ? nullptr : image.was.data(), codes, params,
+        pred, turns, rows);
     return true;
 }
 
@@ -167,17 +171,17 @@ bool kvq_transform::take_image(
     std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
     kvq_row_turns turns; // made with the first head
     was.assign(keeps_turn() ? (size_t) l.page_cells : 0, 0);
-    for (int h = 0; basis && h < l.n_head; h++) { // all heads have coordinates of each
+    for (int h = 0; basis && !value && h < l.n_head; h++) { // all heads have coordinates of each
         if (!take_params(x, h, image_low_bits(x), rows, head, out)) { return false; }
     }
-    const std::vector<float> pred = basis ? of_coords(x, out.params.data()) : predicted(x, s, p);
+    const std::vector<float> pred = basis ? said(s, p, out.params.data()) : predicted(x, s, p);
     for (int h = 0; h < l.n_head; h++) {
         if (!take_head(x, h, image_low_bits(x), rows, pred, turns, marked, head, out)) { return false; }
     }
     if (!was.empty() && is_held_elsewhere(x, s, p) && memcmp(was.data(), sealed_at(s, p), 4 * was.size())) {
         return false; // other layers hold the page: it has to be sealed as theirs is
     }
-    image_page(x, s, p, pos.data(), was.empty() ? nullptr : was.data(), out.codes.data(), out.params.data(), turns,
+    image_page(x, pos.data(), was.empty() ? nullptr : was.data(), out.codes.data(), out.params.data(), pred, turns,
         again.data());
     for (int i = 0; marked && i < l.page_cells * D; i++) { // bits of a mark do not belong to the row
         const size_t at = (size_t) (i / D) * W + (size_t) (i % D);
@@ -193,11 +197,23 @@ void kvq_transform::describe(const kvq_lane & x, int s, int p, kvq_page_image & 
     const int n = x.layout().page_cells;
     if (const int32_t * pos = positions_at(s, p)) { image.pos.assign(pos, pos + n); }
     if (const int32_t * was = sealed_at(s, p)) { image.was.assign(was, was + n); }
+    image.beside = beside(x, s, p);
+}
+
+std::vector<uint8_t> kvq_transform::beside(const kvq_lane & x, int s, int p) const {
+    std::vector<uint8_t> out(x.layout().nb_beside);
+    if (out.empty() || keys->state(s, p) != KVQ_PAGE_SEALED) { return out; }
+    const kvq_lane_layout & l = keys->layout();
+    const auto pairs = kvq_coords_in(l.codec, l.nb_params, (const uint8_t *) keys->params_at(s, p, 0));
+    const size_t nb = kvq_coords_nb(l.codec, 1);
+    for (int h = 0; h < l.n_head; h++) { memcpy(&out[(size_t) h * nb], pairs.of(h * pairs.each), nb); }
+    return out;
 }
 
 bool kvq_transform::accepts(const kvq_lane & x, int s, int p, const kvq_page_image & image) const {
     const size_t n = (size_t) x.layout().page_cells;
     if (image.pos.size() != (rotor ? n : 0) || image.was.size() != (keeps_turn() ? n : 0)) { return false; }
+    if (x.layout().nb_beside && image.beside != beside(x, s, p)) { return false; } // keys were sealed anew
     for (const std::vector<int32_t> * list : { &image.pos, &image.was }) {
         for (const int32_t pos : *list) {
             if (pos < -1 || pos >= position_bound(x)) { return false; }

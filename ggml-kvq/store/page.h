@@ -15,8 +15,9 @@ struct kvq_page_info {
 };
 
 // A sealed page by itself. codes: empty where they are another lane's; pos, was: positions now and when sealed, where
-// a policy keeps them (policy/transform.h).
+// a policy keeps them (policy/transform.h). beside: bytes of another lane's page that it is read with
+// (kvq_lane_layout::nb_beside).
 struct kvq_page_image {
-    std::vector<uint8_t> codes, params;
+    std::vector<uint8_t> codes, params, beside;
     std::vector<int32_t> pos, was;
 };

@@ -14,7 +14,7 @@
 namespace {
 
 constexpr uint64_t MAGIC = 0x31534b434f4c4251; // "QBLOCKS1"
-enum : int32_t { SHARED = 1, POSITIONS = 2, SEALED_AT = 4, LEFT_OUT = 8 };
+enum : int32_t { SHARED = 1, POSITIONS = 2, SEALED_AT = 4, LEFT_OUT = 8, BESIDE = 16 };
 
 struct lane_head {
     kvq_codec codec;
@@ -95,6 +95,10 @@ bool read_section(reader & r, int n_rows, section & out) {
                 !r.get(p.image.was.data(), p.image.was.size())) {
                 return false;
             }
+            uint32_t nb_beside = 0;
+            const uint8_t * beside = h.flags & BESIDE && r.get(&nb_beside, 1) ? r.skip(nb_beside) : nullptr;
+            if (h.flags & BESIDE && !beside) { return false; }
+            p.image.beside.assign(beside, beside + nb_beside);
         } else {
             p.rows = r.skip(n_rows_here * (p.bits ? kvq_small_nb((int) width, p.bits) : 2 * width));
             p.pos = p.bits && (h.flags & POSITIONS) ? r.skip(4 * n_rows_here) : nullptr;
@@ -268,7 +272,7 @@ struct lane_part {
         const kvq_lane_layout & l = lane.layout();
         const int n_lists = lane.n_position_lists();
         const int32_t flags = (l.shares_codes ? SHARED : 0) | (n_lists > 0 ? POSITIONS : 0) |
-            (n_lists > 1 ? SEALED_AT : 0) | (lane.leaves_out() ? LEFT_OUT : 0);
+            (n_lists > 1 ? SEALED_AT : 0) | (lane.leaves_out() ? LEFT_OUT : 0) | (l.nb_beside ? BESIDE : 0);
         head = { l.codec, l.n_head, flags, cell % pc(), (cell % pc() + n + pc() - 1) / pc() };
         for (int p = cell / pc(); p * pc() < cell + n; p++) {
             entry e = { std::max(p * pc(), cell), std::min((p + 1) * pc(), cell + n), false, 0, {} };
@@ -285,7 +289,7 @@ struct lane_part {
         for (entry & e : entries) {
             e.at = nb;
             nb += sizeof(uint32_t) +
-                (e.block ? nb_codes() + nb_params() + 4 * (e.image.pos.size() + e.image.was.size())
+                (e.block ? nb_codes() + nb_params() + 4 * (e.image.pos.size() + e.image.was.size()) + nb_beside()
                          : (size_t) (e.to - e.from) * nb_row());
         }
     }
@@ -298,6 +302,7 @@ struct lane_part {
         return lane.layout().shares_codes ? 0 : lane.layout().nb_codes * (size_t) lane.layout().n_head;
     }
     size_t nb_params() const { return lane.layout().nb_params * (size_t) lane.layout().n_head; }
+    size_t nb_beside() const { return lane.layout().nb_beside ? sizeof(uint32_t) + lane.layout().nb_beside : 0; }
 
     void put_small(const std::vector<uint16_t> & rows, uint8_t * to) const {
         const size_t W = (size_t) width_of(lane), n = rows.size() / W, nb = kvq_small_nb((int) W, bits);
@@ -318,6 +323,9 @@ struct lane_part {
         put(page.params, nb_params());
         put(e.image.pos.data(), 4 * e.image.pos.size());
         put(e.image.was.data(), 4 * e.image.was.size());
+        const uint32_t n = (uint32_t) e.image.beside.size();
+        put(&n, head.flags & BESIDE ? sizeof(n) : 0);
+        put(e.image.beside.data(), n);
     }
 
     void write(int stream, uint8_t * blob, int n_threads) const {

@@ -8,9 +8,10 @@
 //     u32 CRC-32 of magic, bytes, and the fields from tag to rows; 0: not known
 //   then for each lane:
 //     kvq_codec   i32 heads   i32 flags   i32 first cell within its page   i32 pages
-//     flags: 1 codes are another lane's, 2 positions, 4 positions when sealed, 8 means or predictions are left out
+//     flags: 1 codes are another lane's, 2 positions, 4 positions when sealed, 8 means or predictions are left out,
+//     16 bytes of another lane's page that the block is read with
 //   then for each page of the lane, whole or in part:
-//     u32 1: codes, params, positions, positions when sealed
+//     u32 1: codes, params, positions, positions when sealed, u32 number of those bytes, they
 //     u32 0: f16 rows
 //     u32 2 | bits << 8: rows of so many bits (small_rows.h), then their positions where flag 2 is set
 // A page that is complete and sealed is saved as a block, any other page as rows.

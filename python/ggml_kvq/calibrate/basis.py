@@ -1,12 +1,15 @@
 """Bases for coordinates (types/basis.h): what the rows of all heads of a layer have in common, in few numbers.
 
 Keys before rotary embedding, less their means, are weighted by the square root of what an error in a channel costs a
-logit: the queries' mean square there. Values are not weighted. With the covariance C of such rows, its largest
-eigenvalues L and their vectors U the coordinates of a row x are
+logit: the queries' mean square there. With the covariance C of such rows, its largest eigenvalues L and their vectors U
+the coordinates of a row x are
 
     z = R L^-1/2 U' w x        x' = w^-1 U L^1/2 R' z
 
-R is a fixed rotation. Behind it the coordinates of a cell are about equally large, so they share one scale.
+R is a fixed rotation. Behind it the coordinates of a cell are about equally large, so they share one scale. Values y,
+less their means, are read from the same coordinates by least squares; E z z' is the identity:
+
+    y' = (E y z') z = (E y x') w U L^-1/2 R' z
 """
 
 from __future__ import annotations
@@ -22,13 +25,21 @@ LEAST = 1e-4  # of the largest weight: what is smaller counts as that
 
 @dataclass(frozen=True)
 class Basis:
-    """axes[j]: what a coordinate of 1 adds to a row; read[j]: what it is read with; f32 [n, width]. left: energy of
-    each channel that the decoded coordinates leave, f64 [width].
+    """axes[j]: what a coordinate of 1 adds to a row, f32 [n, width]; left: energy of each channel that the decoded
+    coordinates leave, f64 [width].
     """
 
     axes: np.ndarray
-    read: np.ndarray
     left: np.ndarray
+
+
+@dataclass(frozen=True)
+class Bases:
+    """Of the keys and the values of a layer; read[j]: what a coordinate of a key is read with, f32 [n, width]."""
+
+    read: np.ndarray
+    keys: Basis
+    values: Basis
 
 
 def rotation(n: int) -> np.ndarray:
@@ -39,8 +50,10 @@ def rotation(n: int) -> np.ndarray:
     return np.asarray(cosines * np.random.default_rng(n).choice([-1.0, 1.0], n))
 
 
-def fit(covariance: np.ndarray, weight: np.ndarray, n: int) -> Basis:
-    """covariance: f64 [width, width], of rows less their means; weight: f64 [width], what an error costs."""
+def fit(covariance: np.ndarray, weight: np.ndarray, n: int, cross: np.ndarray, energy: np.ndarray) -> Bases:
+    """covariance: f64 [width, width], of keys less their means; weight: f64 [width], what an error of theirs costs;
+    cross: f64 [width, width of values], of keys and values; energy: f64 [width of values], values' mean squares.
+    """
     w = np.sqrt(np.maximum(weight, max(weight.max() * LEAST, 1e-30)))
     values, vectors = np.linalg.eigh(covariance * w * w[:, None])
     size = np.sqrt(np.maximum(values[-n:], max(values[-1] * 1e-9, 1e-30)))
@@ -50,4 +63,10 @@ def fit(covariance: np.ndarray, weight: np.ndarray, n: int) -> Basis:
     known = axes.T @ read  # x' = known x, but for the coordinates' own error
     rest = np.eye(len(w)) - known
     left = np.einsum("ij,jk,ik->i", rest, covariance, rest) + ERROR * np.square(axes).sum(0)
-    return Basis(axes.astype(np.float32), read.astype(np.float32), left)
+    said = read @ cross
+    left_of_values = np.maximum(energy - (1 - ERROR) * np.square(said).sum(0), 0)
+    return Bases(
+        read.astype(np.float32),
+        Basis(axes.astype(np.float32), left),
+        Basis(said.astype(np.float32), left_of_values),
+    )

@@ -106,10 +106,9 @@ def arrays(means: Means) -> dict[str, np.ndarray]:
             out |= {f"kvq.aqua.blk.{il}.k.order": channel, f"kvq.aqua.blk.{il}.k.gain": gain}
     for il, (channel, gain) in means.left.items():
         out |= {f"kvq.aqua.blk.{il}.k.left.order": channel, f"kvq.aqua.blk.{il}.k.left.gain": gain}
-    for il, sides in means.basis.items():
-        for name, basis in zip("kv", sides):
-            if basis is not None:
-                out |= {f"kvq.aqua.blk.{il}.{name}.axes": basis.axes, f"kvq.aqua.blk.{il}.{name}.read": basis.read}
+    for il, x in means.bases.items():
+        at = f"kvq.aqua.blk.{il}"
+        out |= {f"{at}.k.axes": x.keys.axes, f"{at}.k.read": x.read, f"{at}.v.axes": x.values.axes}
     return out
 
 
@@ -136,7 +135,7 @@ def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, 
         "kvq.aqua.tokens": means.n_tokens,
         "kvq.auto.pairs": means.pairs,
         **_order(means.climb if means.pairs == "sorted" else "none"),
-        **{f"kvq.auto.{name}_coords": n for name, n in zip("kv", means.coords) if n},
+        **({"kvq.auto.coords": means.coords} if means.coords else {}),
     }
 
 

@@ -21,11 +21,11 @@ from ..errors import KvqError
 from ..progress import Line
 from ..reference.auto import COORD_KEYS, SORTED_KEYS
 from . import capture, ladder
-from .basis import Basis
-from .basis import fit as fit_basis
+from .basis import Bases
+from .basis import fit as fit_bases
 from .order import logit_errors, pair_channels, sorted_keys
 
-FORMAT = 4  # of a checkpoint
+FORMAT = 5  # of a checkpoint
 
 
 @dataclass
@@ -34,15 +34,15 @@ class Moments:
 
     total: np.ndarray
     square: np.ndarray
-    product: np.ndarray  # of pairs of channels, [width, width]; empty where it is not asked for
+    product: np.ndarray  # with the keys of the layer, [width of keys, width]; empty where it is not asked for
 
     @classmethod
-    def of(cls, width: int, product: bool) -> Moments:
-        return cls(np.zeros(width), np.zeros(width), np.zeros((width, width) if product else (0, 0)))
+    def of(cls, width: int, with_keys: int) -> Moments:
+        return cls(np.zeros(width), np.zeros(width), np.zeros((with_keys, width) if with_keys else (0, 0)))
 
-    def add(self, x: np.ndarray) -> None:
+    def add(self, x: np.ndarray, keys: np.ndarray) -> None:
         if len(self.product):
-            self.product += x.T @ x
+            self.product += keys.T @ x
         self.total += x.sum(0, dtype=np.float64)
         self.square += np.einsum("ti,ti->i", x, x, dtype=np.float64)
 
@@ -53,8 +53,8 @@ class Means:
     keys and values; rms[il] = root mean square of the rows; pairs: how keys are to be split, one of
     capture.SPLITS or "sorted"; order[il] = (channel, gain), f32 [width] each: how they can be sorted (order.py);
     climb: option `order` of method auto with sorted keys, in which their layers rise, "none" where it is not known;
-    losses: divergence by `pairs`, where it was tried (halves.py); coords: options k_coords and v_coords of method auto;
-    basis[il]: of keys and of values, where these are not 0; left[il]: as order, of what coordinates leave of keys.
+    losses: divergence by `pairs`, where it was tried (halves.py); coords: option of method auto; bases[il]: where it is
+    not 0; left[il]: as order, of what coordinates leave of keys.
     """
 
     mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
@@ -64,8 +64,8 @@ class Means:
     order: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     climb: str = "none"
     losses: dict[str, float] = field(default_factory=dict)
-    coords: tuple[int, int] = (0, 0)
-    basis: dict[int, tuple[Basis | None, Basis | None]] = field(default_factory=dict)
+    coords: int = 0
+    bases: dict[int, Bases] = field(default_factory=dict)
     left: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     n_tokens: int = 0
     seconds: float = 0.0
@@ -85,14 +85,14 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = False,
     tick: capture.Tick | None = None,
-    coords: tuple[int, int] = (0, 0),
+    coords: int = 0,
 ) -> Means:
     """Means over n_sequences of `length` tokens of the text.
 
     checkpoint: file that holds the sums so far; a run that finds one of the same model, text and numbers goes on where
     it stopped. It is the caller's to remove, when the means are written. coords: fit bases, too, of so many coordinates
-    a head of keys and of values. shorten: a text of fewer tokens is one
-    shorter sequence. Raises KvqError for a text that is too short or a model without attention.
+    a head. shorten: a text of fewer tokens is one shorter sequence.
+    Raises KvqError for a text that is too short or a model without attention.
     """
     started = time.monotonic()
     shapes = capture.layers(path)
@@ -108,7 +108,9 @@ def fit(
             FORMAT,
         ]
     )
-    sums = {(il, v): Moments.of(h * (dv if v else dk), bool(coords[v])) for il, h, dk, dv in shapes for v in (0, 1)}
+    sums = {
+        (il, v): Moments.of(h * (dv if v else dk), h * dk * bool(coords)) for il, h, dk, dv in shapes for v in (0, 1)
+    }
     turned = "none"
     before = {il: np.zeros(h * dk) for il, h, dk, _ in shapes}  # queries' mean squares, summed over sequences
     met = dict(before)
@@ -129,8 +131,8 @@ def fit(
         groups = [{number[il] for il in group} for group in capture.groups(model, shapes)]
         for i in range(done, n_sequences):
             for il, keys, values in capture.each(model, shapes, chosen[i], sinks, tick):
-                sums[il, 0].add(keys)
-                sums[il, 1].add(values)
+                sums[il, 0].add(keys, keys)
+                sums[il, 1].add(values, keys)
             for il in met:  # the library's are of all sequences since the model was opened
                 met[il] = before[il] + capture.queries(model, il, len(before[il])) * (i + 1 - done)
             turned = capture.pairs(model, [il for il, *_ in shapes])
@@ -163,23 +165,27 @@ def fit(
             queries = (met[il] / n_sequences).reshape(heads, size)
             order = sorted_keys(keys, queries, turned)
             out.order[il] = (order[0].reshape(-1), order[1].reshape(-1))
-            if any(coords):
-                cost = [_by_pair(queries, turned).reshape(-1), np.ones(len(mean_v))]
-                found = [_basis(sums[il, v], n, cost[v], heads * coords[v] - 2) if coords[v] else None for v in (0, 1)]
-                out.basis[il] = found[0], found[1]
-                if found[0] is not None:
-                    keys = found[0].left.reshape(heads, size)
-                    order = sorted_keys(keys, queries, turned)
-                    out.left[il] = (order[0].reshape(-1), order[1].reshape(-1))
-                total = float((sums[il, 1].square / n - mean_v**2).sum())
-                remains[ordinal] = 1.0 if found[1] is None else float(found[1].left.sum()) / max(total, 1e-30)
-            errors[ordinal] = logit_errors(keys, queries, turned, COORD_KEYS if coords[0] else SORTED_KEYS)
-    if any(coords):
-        if len(out.basis) != len(shapes):
+            if coords:
+                energy = sums[il, 1].square / n - mean_v**2
+                found = fit_bases(
+                    sums[il, 0].product / n - np.outer(mean_k, mean_k),
+                    _by_pair(queries, turned).reshape(-1),
+                    heads * coords - 2,
+                    sums[il, 1].product / n - np.outer(mean_k, mean_v),
+                    energy,
+                )
+                out.bases[il] = found
+                keys = found.keys.left.reshape(heads, size)
+                order = sorted_keys(keys, queries, turned)
+                out.left[il] = (order[0].reshape(-1), order[1].reshape(-1))
+                remains[ordinal] = float(found.values.left.sum() / max(energy.sum(), 1e-30))
+            errors[ordinal] = logit_errors(keys, queries, turned, COORD_KEYS if coords else SORTED_KEYS)
+    if coords:
+        if len(out.bases) != len(shapes):
             raise KvqError("coordinates are for keys that turn as a whole, by one position; leave --coords out")
         out.coords = coords
     if len(errors) == len(shapes):
-        rungs = ladder.of("sorted", bool(coords[0]))
+        rungs = ladder.of("sorted", bool(coords))
         out.climb = rungs.text(
             ladder.climb_evenly(
                 ladder.estimated(errors, {il: ladder.VALUES * x for il, x in remains.items()}), rungs, groups
@@ -194,11 +200,6 @@ def _by_pair(queries: np.ndarray, kind: str) -> np.ndarray:
     pairs = pair_channels(queries.shape[1], kind)
     out[:, pairs] = queries[:, pairs].mean(-1, keepdims=True)
     return out
-
-
-def _basis(sums: Moments, n: int, cost: np.ndarray, n_coords: int) -> Basis:
-    mean = sums.total / n
-    return fit_basis(sums.product / n - np.outer(mean, mean), cost, n_coords)
 
 
 def _save(

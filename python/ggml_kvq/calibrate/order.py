@@ -60,9 +60,11 @@ def logit_errors(
     e, q = (x[:, pairs].sum(-1) for x in (keys, queries))
     cost = np.sort(np.sqrt(np.maximum(e * q, 0)), axis=1)  # weak pairs first
     weak, strong = (np.square(half.sum(1)).mean() / half.shape[1] for half in np.split(cost, 2, axis=1))
+    dropped = np.square(np.split(cost, 2, axis=1)[0]).sum(1).mean()  # without bits gains level nothing
     whole = np.square(cost.sum(1)).mean() / cost.shape[1]
 
     def error(w: int, s: int) -> float:
-        return ERRORS[s] * whole if one_block and w == s else ERRORS[w] * weak + ERRORS[s] * strong
+        of_weak = ERRORS[w] * weak if w else dropped
+        return ERRORS[s] * whole if one_block and w == s else of_weak + ERRORS[s] * strong
 
     return [float(error(w, s) / 2 / size) for w, s in halves]

@@ -32,9 +32,9 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def coords(text: str) -> tuple[int, int]:
-    """12,6: of keys and of values, even numbers up to 64."""
-    found = [natural(part) for part in text.split(",")]
-    if len(found) != 2 or any(n % 2 or n > 64 for n in found):
-        raise argparse.ArgumentTypeError(f"{text} is not two even numbers up to 64, of keys and of values, as 12,6")
-    return found[0], found[1]
+def coords(text: str) -> int:
+    """Even, up to 64."""
+    found = natural(text)
+    if found % 2 or found > 64:
+        raise argparse.ArgumentTypeError(f"{text} is not an even number up to 64")
+    return found

@@ -21,7 +21,7 @@ DEFAULTS: dict[str, Any] = {
     "length": 2048,
     "sinks": 4,
     "seed": 0,
-    "coords": (0, 0),
+    "coords": 0,
 }
 # Flags that are nothing to one way of calibrating, and what they go with.
 OF_PREDICTORS = ("weights", "k_bits", "v_bits", "first_bits", "work", "hf")
@@ -57,8 +57,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--coords",
         type=sizes.coords,
-        metavar="K,V",
-        help="with means: coordinates of keys and of values, a head's share of a layer's, even, as 12,6 (default 0,0)",
+        metavar="N",
+        help="with means: coordinates of cells, a head's share of a layer's, even, as 22 (default 0)",
     )
     parser.add_argument("--weights", choices=("f16", "q4_0"), help="format of the predictors (default f16)")
     for name, what in (("k_bits", "keys"), ("v_bits", "values"), ("first_bits", "the first layer, at least")):
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     settle(args)
     if args.method == "xquant":
         return run_xquant(args)
-    if not args.file and args.coords == (0, 0):
+    if not args.file and not args.coords:
         raise KvqError("aqua is calibrated on a text; give -f TEXT")
     model = hub.resolve(args.model)
     check_inputs(model, args.file)
@@ -171,7 +171,7 @@ def run_means(args: argparse.Namespace, model: Path, out: Path, text: str) -> in
         progress=True,
         coords=args.coords,
     )
-    if args.coords == (0, 0):
+    if not args.coords:
         fitted = halves.checked(model, fitted, text, args.threads)
     elif fitted.pairs != "none":
         fitted.pairs = "sorted"  # of what coordinates leave, fast pairs are no noise
@@ -212,7 +212,7 @@ def next_commands(args: argparse.Namespace, model: Path, out: Path) -> str:
     config = "" if found else f" --kv-config {shlex.quote(str(out))}"
     m, other = shlex.quote(str(model)), "  # a text that was not calibrated on" if args.file else ""
     whole = shlex.quote(str(model.with_name(f"{model.stem}-{args.method}.gguf")))
-    method = "auto" if any(args.coords) else args.method
+    method = "auto" if args.coords else args.method
     return (
         f"next: llama-cli -m {m} --kv-method {method}{config}\n"
         f"      ggml-kvq eval -m {m} --cache {shlex.quote(f'{method}@{out}')} -f ANOTHER.txt{other}\n"

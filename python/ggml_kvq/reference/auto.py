@@ -21,9 +21,9 @@ Rung = tuple[int, int, int]
 SORTED_KEYS = ((1, 2), (1, 3), (1, 4), (2, 4), (4, 4))
 SORTED_VALUES = (1, 2, 3, 4)
 #: Keys that have coordinates (basis.py)
-COORD_KEYS = ((1, 1), *SORTED_KEYS)
+COORD_KEYS = ((0, 1), (1, 1), *SORTED_KEYS)
 #: Sides of all layers that rise one behind the other, without data of the model.
-DEFAULT_STEPS, STEPS_OF_COORDS = "vkkvkvk", "vkkkvkvk"
+DEFAULT_STEPS, STEPS_OF_COORDS = "vkkvkvk", "vkkkkvkvk"
 
 
 def sorted_rung(k: int, v: int, coords: bool = False) -> Rung:
@@ -85,8 +85,7 @@ class Auto(LatticeMethod):
         "means": "auto",
         "predictor": "none",
         "predictors": "off",
-        "k_coords": 0,
-        "v_coords": 0,
+        "coords": 0,
         "alone": "none",
         "weights": "auto",
         "window": 64,
@@ -108,7 +107,7 @@ class Auto(LatticeMethod):
         sorts = splits and (predictor != "none" or self.o["pairs"] == "sorted")
         predicts = predictor != "none" and str(ordinal) not in self.o["alone"].split(".")
         if sorts:
-            coords = self.o["k_coords"] > 0
+            coords = self.o["coords"] > 0
             sides = sorted_order(order, n_layer, coords)
             top, sides = len(sides), sides[:level]
             self.rung = sorted_rung(sides.count((ordinal, "k")), sides.count((ordinal, "v")), coords)
@@ -134,11 +133,7 @@ class Auto(LatticeMethod):
         self.o = given
         plan = replace(plan, mean=self.o["means"] == "on")
         if plan.mean:
-            k, v = (
-                replace(lane, codec=lane.codec.with_(coords=self.o[f"{name}_coords"]))
-                for lane, name in ((plan.k, "k"), (plan.v, "v"))
-            )
-            plan = replace(plan, k=k, v=v)
+            plan = replace(plan, k=replace(plan.k, codec=plan.k.codec.with_(coords=self.o["coords"])))
         if halves:
             split = SPLIT_NEOX if self.o["pairs"] == "neox" and not sorts else SPLIT_NORM
             plan = replace(plan, k=replace(plan.k, codec=plan.k.codec.with_(split=split, fast_bits=fast)))

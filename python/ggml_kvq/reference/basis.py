@@ -1,6 +1,7 @@
-"""Coordinates of rows in a calibrated basis, the definition (types/basis.h has the formulas).
+"""Coordinates of cells in a calibrated basis, the definition (types/basis.h has the formulas).
 
-Rows are f32 [cells, width], of all heads: keys before rotary embedding and values, less their means.
+Rows are f32 [cells, width], of all heads, less their means: keys before rotary embedding, which have coordinates, and
+values, which are read from those.
 """
 
 from __future__ import annotations
