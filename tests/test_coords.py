@@ -283,4 +283,15 @@ def test_calibrate_makes_them(demo_model: Path, tmp_path: Path, capsys: pytest.C
     assert data["kvq.aqua.blk.0.k.read"].shape == data["kvq.aqua.blk.11.v.axes"].shape == (14, 128)
     with pytest.raises(SystemExit):
         cli.main([*command, "512", "--coords", "9"])
-    assert "9 is not an even number up to 64" in capsys.readouterr().err
+    assert "9 is not an even number up to 64, or auto" in capsys.readouterr().err
+    assert cli.main([*command, "512", "--coords", "auto"]) == 0
+    n = int(files.read_sidecar(out)[0]["kvq.auto.coords"])
+    assert f"{n} coordinates a head" in capsys.readouterr().out and 8 <= n <= 24
+
+
+def test_as_many_coordinates_as_hold_nine_tenths() -> None:
+    size = np.r_[np.full(22, 90 / 22), np.full(42, 10 / 42)]  # 22 channels hold it: 12 a head of two
+    layer = (np.diag(size), np.ones(64), 2)
+    assert bases.enough([layer]) == 12
+    flat = (np.eye(64), np.ones(64), 2)
+    assert bases.enough([flat]) == 30 and bases.enough([(np.eye(512), np.ones(512), 1)]) == bases.MOST

@@ -254,8 +254,8 @@ typedef struct kvq_basis {
 
 // Coordinates of a page: keys f32 [n_cells][n_head_kv * head_size], before rotary embedding and less their means, into
 // the parameters of n_head_kv blocks (each kvq_codec_bytes of parameters, one behind the other), and the rows of
-// `width` channels that they say, of keys or of values. codec: of keys; read, axes: f32 [n][width], what a coordinate is read
-// with and what a coordinate of 1 adds to a row. KVQ_ERR_SHAPE where the numbers do not fit each other.
+// `width` channels that they say, of keys or of values. codec: of keys; read, axes: f32 [n][width], what a coordinate
+// is read with and what a coordinate of 1 adds to a row. KVQ_ERR_SHAPE where the numbers do not fit each other.
 KVQ_API int kvq_coords_encode(
     const kvq_codec * codec, int n_head_kv, const float * read, const float * rows, void * params);
 KVQ_API int kvq_coords_decode(

@@ -14,6 +14,7 @@ less their means, are read from the same coordinates by least squares; E z z' is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,11 @@ import numpy as np
 from ..reference.basis import ERROR
 
 LEAST = 1e-4  # of the largest weight: what is smaller counts as that
+AUTO = -1  # coordinates: as many as hold ENOUGH
+#: Share of keys' weighted energy. On SmolLM2 more coordinates lose no less and are slower to read; on Qwen2.5-Coder
+#: twice as many lose a quarter less (docs/decisions/coordinates.md).
+ENOUGH = 0.9
+MOST = 64  # a head's share
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,30 @@ def rotation(n: int) -> np.ndarray:
     return np.asarray(cosines * np.random.default_rng(n).choice([-1.0, 1.0], n))
 
 
+def _weighted(covariance: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(square root of the weights, covariance of weighted keys)"""
+    w = np.sqrt(np.maximum(weight, max(weight.max() * LEAST, 1e-30)))
+    return w, covariance * w * w[:, None]
+
+
+def enough(layers: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> int:
+    """A head's share of coordinates that hold ENOUGH of the keys' energy, as a mean over layers. layers: (covariance,
+    weight, heads) as fit() takes them.
+    """
+    held = []
+    for covariance, weight, heads in layers:
+        values = np.maximum(np.linalg.eigvalsh(_weighted(covariance, weight)[1])[::-1], 0)
+        counts = np.minimum(heads * np.arange(4, MOST + 1, 2) - 2, len(values))
+        held.append(values.cumsum()[counts - 1] / max(values.sum(), 1e-30))
+    return 4 + 2 * min(int((np.mean(held, 0) < ENOUGH).sum()), (MOST - 4) // 2)
+
+
 def fit(covariance: np.ndarray, weight: np.ndarray, n: int, cross: np.ndarray, energy: np.ndarray) -> Bases:
     """covariance: f64 [width, width], of keys less their means; weight: f64 [width], what an error of theirs costs;
     cross: f64 [width, width of values], of keys and values; energy: f64 [width of values], values' mean squares.
     """
-    w = np.sqrt(np.maximum(weight, max(weight.max() * LEAST, 1e-30)))
-    values, vectors = np.linalg.eigh(covariance * w * w[:, None])
+    w, weighted = _weighted(covariance, weight)
+    values, vectors = np.linalg.eigh(weighted)
     size = np.sqrt(np.maximum(values[-n:], max(values[-1] * 1e-9, 1e-30)))
     turn, vectors = rotation(n), vectors[:, -n:]
     axes = turn @ (vectors * size).T / w

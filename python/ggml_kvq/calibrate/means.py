@@ -21,7 +21,7 @@ from ..errors import KvqError
 from ..progress import Line
 from ..reference.auto import COORD_KEYS, SORTED_KEYS
 from . import capture, ladder
-from .basis import Bases
+from .basis import AUTO, Bases, enough
 from .basis import fit as fit_bases
 from .order import logit_errors, pair_channels, sorted_keys
 
@@ -91,7 +91,7 @@ def fit(
 
     checkpoint: file that holds the sums so far; a run that finds one of the same model, text and numbers goes on where
     it stopped. It is the caller's to remove, when the means are written. coords: fit bases, too, of so many coordinates
-    a head. shorten: a text of fewer tokens is one shorter sequence.
+    a head; AUTO: of as many as hold enough. shorten: a text of fewer tokens is one shorter sequence.
     Raises KvqError for a text that is too short or a model without attention.
     """
     started = time.monotonic()
@@ -149,6 +149,14 @@ def fit(
         seconds=time.monotonic() - started,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
+    if coords and (turned == "none" or not all(x.any() for x in met.values())):
+        raise KvqError("coordinates are for keys that turn as a whole, by one position; leave --coords out")
+    known = {}  # covariance of keys, and what their errors cost
+    for il, heads, size, _ in shapes if coords else ():
+        mean = sums[il, 0].total / n
+        cost = _by_pair((met[il] / n_sequences).reshape(heads, size), turned).reshape(-1)
+        known[il] = (sums[il, 0].product / n - np.outer(mean, mean), cost, heads)
+    out.coords = enough(list(known.values())) if coords == AUTO else coords
     errors: dict[int, list[float]] = {}
     remains: dict[int, float] = {}  # share of values' energy that coordinates leave
     for ordinal, (il, heads, size, _) in enumerate(shapes):
@@ -167,23 +175,14 @@ def fit(
             out.order[il] = (order[0].reshape(-1), order[1].reshape(-1))
             if coords:
                 energy = sums[il, 1].square / n - mean_v**2
-                found = fit_bases(
-                    sums[il, 0].product / n - np.outer(mean_k, mean_k),
-                    _by_pair(queries, turned).reshape(-1),
-                    heads * coords - 2,
-                    sums[il, 1].product / n - np.outer(mean_k, mean_v),
-                    energy,
-                )
+                cross = sums[il, 1].product / n - np.outer(mean_k, mean_v)
+                found = fit_bases(known[il][0], known[il][1], heads * out.coords - 2, cross, energy)
                 out.bases[il] = found
                 keys = found.keys.left.reshape(heads, size)
                 order = sorted_keys(keys, queries, turned)
                 out.left[il] = (order[0].reshape(-1), order[1].reshape(-1))
                 remains[ordinal] = float(found.values.left.sum() / max(energy.sum(), 1e-30))
             errors[ordinal] = logit_errors(keys, queries, turned, COORD_KEYS if coords else SORTED_KEYS)
-    if coords:
-        if len(out.bases) != len(shapes):
-            raise KvqError("coordinates are for keys that turn as a whole, by one position; leave --coords out")
-        out.coords = coords
     if len(errors) == len(shapes):
         rungs = ladder.of("sorted", bool(coords))
         out.climb = rungs.text(

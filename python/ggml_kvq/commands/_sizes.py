@@ -33,8 +33,10 @@ def positive(text: str) -> int:
 
 
 def coords(text: str) -> int:
-    """Even, up to 64."""
+    """Even, up to 64; auto: -1 (calibrate/basis.py)."""
+    if text == "auto":
+        return -1
     found = natural(text)
     if found % 2 or found > 64:
-        raise argparse.ArgumentTypeError(f"{text} is not an even number up to 64")
+        raise argparse.ArgumentTypeError(f"{text} is not an even number up to 64, or auto")
     return found

@@ -58,7 +58,8 @@ def register(subparsers: Any) -> None:
         "--coords",
         type=sizes.coords,
         metavar="N",
-        help="with means: coordinates of cells, a head's share of a layer's, even, as 22 (default 0)",
+        help="with means: coordinates of cells, a head's share of a layer's, even, as 12; auto: as many as hold nine"
+        " tenths of the keys' energy (default 0)",
     )
     parser.add_argument("--weights", choices=("f16", "q4_0"), help="format of the predictors (default f16)")
     for name, what in (("k_bits", "keys"), ("v_bits", "values"), ("first_bits", "the first layer, at least")):
@@ -180,6 +181,8 @@ def run_means(args: argparse.Namespace, model: Path, out: Path, text: str) -> in
     print(f"{'layer':>5} {'K energy in means':>18} {'V energy in means':>18}")
     for il, (k, v) in fitted.removed.items():
         print(f"{il:>5} {100 * k:>17.1f}% {100 * v:>17.1f}%")
+    if fitted.coords:
+        print(f"{fitted.coords} coordinates a head")
     print(f"{out}: {fitted.n_tokens} tokens in {fitted.seconds:.0f} s, peak memory {fitted.peak_mib:.0f} MiB")
     print(next_commands(args, model, out))
     return 0
