@@ -134,6 +134,27 @@ def test_three_devices_give_what_one_gives(method: str, tmp_path: Path) -> None:
     assert one_text(text, completion(*flags))
 
 
+@pytest.mark.parametrize(("method", "declared"), [("kivi", "q4_0"), ("higgs", "q8_0"), (None, "q5_0")])
+def test_a_declared_type_reaches_the_servers(method: str | None, declared: str, tmp_path: Path) -> None:
+    """-ctk and -ctv of the client: what the servers allocate, and what they hold is what one device holds. A client
+    without a method gets the servers'."""
+    types = ["-ctk", declared, "-ctv", declared, "-fa", "on"]
+    flags = ["--kv-method", method] if method else []
+    alone, _ = perplexity("--kv-method", method or "kivi", *types)
+    with two_servers(tmp_path, "--kv-method", method or "kivi") as servers:
+        devices = [] if method else ["-dev", "RPC0,RPC1"]
+        shared, _ = perplexity(*flags, *types, "--rpc", addresses(servers), *devices)
+        assert all(LOAD_LINE.findall(s.said()) for s in servers), [s.said() for s in servers]
+        texts = []
+        far = [*flags, "--rpc", addresses(servers), *devices]
+        for name, where in (("far", far), ("near", ["--kv-method", method or "kivi"])):
+            state = ["--prompt-cache", str(tmp_path / name), *types]
+            runs = (["--prompt-cache-all"], ["--prompt-cache-ro"])
+            texts.append([completion(*where, *state, *more).replace(state[1], "") for more in runs])
+    assert shared == alone
+    assert all(one_text(*pair) for pair in zip(*texts)), texts
+
+
 def test_two_streams_context_shift_and_saved_states(tmp_path: Path) -> None:
     flags = ["--kv-method", "kivi", "--kv-opt", "window=64"]
     with two_servers(tmp_path, *flags) as servers:

@@ -153,8 +153,9 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
     return plan_lane(d, id.value, n_embd);
 }
 
-bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream) {
-    if (layers.empty() && !begin(shape.il, n_cells, {})) { return false; }
+bool kvq_cache_draft::add_known(
+    const kvq_layer_shape & shape, int latent, int n_cells, int n_stream, const kvq_declared * declared) {
+    if (layers.empty() && !begin(shape.il, n_cells, declared[0])) { return false; }
     layers.emplace_back();
     kvq_draft_layer & d = layers.back();
     d.il = shape.il;
@@ -167,6 +168,8 @@ bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int latent, int n
     d.n_stream = n_stream;
     d.has_k = true;
     d.has_v = !latent;
+    std::copy_n(declared, 2, d.declared);
+    if (!takes(d, false, declared[0]) || (!latent && !takes(d, true, declared[1]))) { return false; }
     plan_lane(d, false, d.n_embd_k);
     if (!latent) { plan_lane(d, true, d.n_embd_v); }
     return err.empty();

@@ -62,8 +62,8 @@ public:
     bool empty() const { return layers.empty(); }
     void reset();
     // A layer that a graph shows, with heads as they are there; latent: channels of keys that are the values too, 0:
-    // no channels are shared. False with error() set.
-    bool add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream);
+    // no channels are shared; declared: of keys, of values. False with error() set.
+    bool add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream, const kvq_declared * declared);
 
     bool beside_host = false;           // the device has memory of its own, and option place tells whose blocks take
     std::function<size_t()> free_there; // bytes of it that a cache may take, asked by place=auto alone; empty: enough

@@ -86,6 +86,7 @@ struct kvq_target {
 kvq_target kvq_find_target(const ggml_tensor * t);
 
 bool kvq_buft_is_ours(ggml_backend_buffer_type_t buft);
+struct kvq_declared kvq_declared_of(ggml_type type); // cache/declared.h
 void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device);
 
 // graph.cpp

@@ -294,10 +294,9 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
     if (dev.inner) {
         draft.free_there = [inner = dev.inner] { return room_on(inner); };
     }
-    const kvq_declared declared = { ggml_type_name(tensor->type), (int) ggml_blck_size(tensor->type),
-        ggml_type_size(tensor->type) };
-    size_t nb = std::max<size_t>(
-        draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2], declared), 1);
+    size_t nb = std::max<size_t>(draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2],
+                                     kvq_declared_of(tensor->type)),
+        1);
 #ifndef NDEBUG
     nb = std::max(nb, ggml_nbytes(tensor)); // a debug ggml asserts this much: reserved there, never mapped
 #endif
@@ -305,6 +304,10 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
     draft.bytes_upstream += kvq_pad(nb_upstream, buft_alignment(buft));
     draft.asked[tensor->name] = nb;
     return nb;
+}
+
+kvq_declared kvq_declared_of(ggml_type type) {
+    return { ggml_type_name(type), (int) ggml_blck_size(type), ggml_type_size(type) };
 }
 
 kvq_creation & kvq_device_context::creation() const {

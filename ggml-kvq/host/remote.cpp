@@ -92,9 +92,6 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
     if (id_k.value || (!latent && (!id_v.value || id_k.il != id_v.il || vr->buffer != kr->buffer))) {
         return name + " attends over keys and values of different places: run this model without --kv-method";
     }
-    if (kr->type != GGML_TYPE_F16 || vr->type != GGML_TYPE_F16) {
-        return "the client's cache type is not f16: drop -ctk and -ctv there, the method chooses the format";
-    }
     if (shape.n_head_kv * shape.head_size_k != kr->ne[0] ||
         (!latent && shape.n_head_kv * shape.head_size_v != vr->ne[0])) {
         return name + " attends over " + std::to_string(shape.n_head_kv) + " heads of " +
@@ -109,7 +106,10 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
         return name + " comes after layer " + std::to_string(last) + ": layers of a cache must be in order";
     }
     found.draft.beside_host = b.inner != nullptr; // place=auto: what the card has left was not asked before
-    if (!found.draft.add_known(shape, latent, (int) kr->ne[1], (int) kr->ne[2])) { return found.draft.error(); }
+    const kvq_declared declared[2] = { kvq_declared_of(kr->type), kvq_declared_of(vr->type) };
+    if (!found.draft.add_known(shape, latent, (int) kr->ne[1], (int) kr->ne[2], declared)) {
+        return "of a client, " + found.draft.error();
+    }
     const kvq_draft_layer & d = found.draft.layers.back();
     if (b.inner) {
         if (const char * why = kvq_cuda_refuse(d)) { return name + ": " + why; }

@@ -80,6 +80,7 @@ static void numbers(void) {
 static std::vector<kvq_draft_layer> plans(
     const std::string & path, const char * method, const char * opts, const std::vector<std::vector<int>> & caches) {
     CHECK(kvq_configure(method, opts, nullptr, path.c_str()) == KVQ_OK, "%s", kvq_last_error());
+    const kvq_declared f16[2];
     std::vector<kvq_draft_layer> out;
     for (const auto & layers : caches) {
         kvq_cache_draft announced, known;
@@ -88,7 +89,7 @@ static std::vector<kvq_draft_layer> plans(
                 const std::string name = std::string("cache_") + side + "_l" + std::to_string(il);
                 CHECK(announced.add(name.c_str(), 128, 512, 1, {}), "%s", announced.error().c_str());
             }
-            CHECK(known.add_known({ il, 2, 64, 64 }, 0, 512, 1), "%s", known.error().c_str());
+            CHECK(known.add_known({ il, 2, 64, 64 }, 0, 512, 1, f16), "%s", known.error().c_str());
         }
         for (size_t i = 0; i < layers.size(); i++) { // announced by size queries or found in a graph: one plan
             const kvq_draft_layer &a = announced.layers[i], &b = known.layers[i];
