@@ -22,6 +22,7 @@ README_CACHES = (
     "kivi-2-g32",
     "auto-2.75",
     "auto-2.4-predictors",
+    "auto-2.25-coordinates",
     "auto-2.25",
     "specache-2",
 )
@@ -41,6 +42,7 @@ WORDS = {
     "specache-2": "`specache`",
     "auto-2.25-alone": "`auto` 2.25, library alone",
     "auto-2.4-predictors": "`auto` 2.4, predictors=on",
+    **{f"auto-{bits}-coordinates": f"`auto` {bits}, coordinates=on" for bits in ("2.75", "2.25", "1.8")},
 }
 
 

@@ -14,10 +14,14 @@ from ggml_kvq.calibrate import basis as bases
 from ggml_kvq.calibrate import files, halves, means
 from ggml_kvq.core import kernels, loader, native
 from ggml_kvq.errors import KvqError
+from ggml_kvq.evaluate import specs
+from ggml_kvq.launch import launcher
 from ggml_kvq.reference import attention, basis, lattice
 from ggml_kvq.reference.codec import LATTICE, Codec, K, V
+from ggml_kvq.resolver import FirstUse
 from test_aqua import rotate
 from test_declared import check_cells_that_lie_apart
+from test_first_use import alone, load_lines
 from test_llama_features import random_walk
 
 MEANS = default_means.TEXT.read_text(encoding="utf-8")
@@ -265,12 +269,50 @@ def test_data_that_do_not_fit_are_refused(demo_model: Path, fitted: means.Means,
         ("coords=66", "0..64"),
         ("coords=12,far=f16", "cannot go with far=f16"),
         ("window=auto", "cannot go with window=auto"),
+        ("coordinates=on,predictors=on", "coordinates=on cannot go with predictors=on"),
+        ("coordinates=on,means=off", "coordinates=on cannot go with means=off"),
         ("predictors=on", "cannot go with predictor"),
     ],
 )
 def test_options_that_cannot_be(demo_model: Path, sidecar: Path, opts: str, message: str) -> None:
     with pytest.raises(KvqError, match=message):
         Model(demo_model, kv_method="auto", kv_opts=opts, kv_config=sidecar, n_ctx=512)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and less text to measure."""
+    monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(default_means, "SEQUENCES", 1)
+    return tmp_path / "cache"
+
+
+def test_a_models_first_use_fits_them(
+    demo_model: Path, cache: Path, fitted: means.Means, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, for Python, launchers, eval and the library alone; as many as hold enough."""
+    size: dict[str, Any] = {"n_ctx": 512, "n_threads": 2}
+    for _ in range(2):
+        with Model(demo_model, kv_bits=2.5, kv_opts="coordinates=on", **size) as model:
+            assert "coordinates a head" in model.load_line and "first use" in model.load_line
+    assert capsys.readouterr().err.count("what the heads of a layer have in common, once") == 1
+    (there,) = (cache / "means").iterdir()
+    assert there.name.endswith(FirstUse.COORDINATES.ending)
+    n = int(files.read_sidecar(there)[0]["kvq.auto.coords"])
+    assert 8 <= n <= 24
+    got = launcher.command("llama-cli", ["-m", str(demo_model), "--kv-bits", "2.5", "--kv-opt", "coordinates=on"], {})
+    assert got.env["KVQ_CONFIG"] == str(there)
+    assert specs.parse("auto:bits=2.5,coordinates=on").means(demo_model) == str(there)
+    argv = ["-m", str(demo_model), "-p", "a", "-n", "1", "-c", "256", "-no-cnv"]
+    (line,) = load_lines(alone("llama-completion", *argv, KVQ_OPTS="bits=3.5,coordinates=on", KVQ_CACHE_DIR=str(cache)))
+    assert f"{n} coordinates a head" in line
+    with pytest.raises(AssertionError, match="plugin -m MODEL --coordinates fits them once.*coordinates=off"):
+        alone("llama-completion", *argv, KVQ_OPTS="bits=3.5,coordinates=on", KVQ_CACHE_DIR="/no/such")
+    plain = tmp_path / "plain.kvq.gguf"  # the user's own data go first
+    without = replace(fitted, coords=0, bases={}, left={}, climb="none")
+    files.write_sidecar(plain, files.fields(demo_model, without, 4), files.arrays(without))
+    with pytest.raises(KvqError, match="hold no coordinates: make them with ggml-kvq calibrate --coords auto"):
+        Model(demo_model, kv_bits=2.5, kv_opts="coordinates=on", kv_config=plain, **size)
 
 
 def test_calibrate_makes_them(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

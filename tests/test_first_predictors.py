@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, default_means, resolver
+from ggml_kvq import Model, default_means
 from ggml_kvq.calibrate import capture, files, ladder, predictors, weights
 from ggml_kvq.core import loader, native
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.evaluate import specs
 from ggml_kvq.launch import launcher
 from ggml_kvq.reference import METHODS, LayerShape, auto
-from ggml_kvq.resolver import BY_ARGUMENTS, Request
+from ggml_kvq.resolver import BY_ARGUMENTS, FirstUse, Request
 from test_aqua import TEXT
 from test_first_use import MEASURED, alone, load_lines
 from test_predictor import Made, exact, kld, lib
@@ -40,7 +40,7 @@ def cache(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("cache")
     before = os.environ.get("KVQ_CACHE_DIR")
     os.environ["KVQ_CACHE_DIR"] = str(folder)
-    there, why = default_means.ensure(demo_model, print, 2, predictors=True)
+    there, why = default_means.ensure(demo_model, print, 2, kind=FirstUse.PREDICTORS)
     assert there, why
     yield folder
     os.environ.pop("KVQ_CACHE_DIR")
@@ -50,7 +50,7 @@ def cache(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def own(model: Path) -> Path:
     """The file of this model's predictors."""
-    return default_means._look_up(model, True)[0]
+    return default_means._look_up(model, FirstUse.PREDICTORS)[0]
 
 
 # ------------------------------------------------------------------ the option
@@ -100,7 +100,7 @@ def test_layers_of_unequal_width_are_refused_by_a_cure_of_auto(lib: CDLL) -> Non
     ],
 )
 def test_who_has_predictors_fitted(method: str, opts: str, wants: bool) -> None:
-    assert ask(Request(BY_ARGUMENTS, method, opts)).wants_predictors == wants
+    assert ask(Request(BY_ARGUMENTS, method, opts)).first_use is (FirstUse.PREDICTORS if wants else FirstUse.MEANS)
 
 
 # ------------------------------------------------------------------ found again
@@ -121,8 +121,8 @@ def test_python_finds_them_and_loses_less(cache: Path, demo_model: Path, exact: 
 
 def test_it_is_fitted_once(cache: Path, demo_model: Path) -> None:
     said: list[str] = []
-    there, why = default_means.ensure(demo_model, said.append, predictors=True)
-    assert there == str(own(demo_model)) and there.endswith(resolver.PREDICTORS) and not why and not said
+    there, why = default_means.ensure(demo_model, said.append, kind=FirstUse.PREDICTORS)
+    assert there == str(own(demo_model)) and there.endswith(FirstUse.PREDICTORS.ending) and not why and not said
     meta, data = files.read_sidecar(there)
     assert meta["kvq.aqua.predictor"] == "full" and "first use" in meta["kvq.aqua.text"]
     assert meta["kvq.aqua.tokens"] == 8 * (default_means.LENGTH - default_means.SINKS)
@@ -134,7 +134,7 @@ def test_the_library_alone_finds_them(cache: Path, demo_model: Path) -> None:
     argv = ["-m", str(demo_model), "-p", "a", "-n", "1", "-c", "256", "-no-cnv"]
     (line,) = load_lines(alone("llama-completion", *argv, KVQ_OPTS="bits=3.5,predictors=on"))
     assert MEASURED in line and "predictor full" in line
-    with pytest.raises(AssertionError, match="ggml-kvq plugin -m MODEL --predictors fits predictors once"):
+    with pytest.raises(AssertionError, match="ggml-kvq plugin -m MODEL --predictors fits them once"):
         alone("llama-completion", *argv, KVQ_OPTS="bits=3.5,predictors=on", KVQ_CACHE_DIR="/no/such")
 
 
@@ -180,7 +180,7 @@ def test_what_cannot_be_fitted_is_said(demo_model: Path, tmp_path: Path, monkeyp
 def test_a_gpu_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(loader.libraries()), "describe", lambda *_: "KVQ0: ggml-kvq KV cache over NVIDIA H100")
     with pytest.raises(KvqError, match="over NVIDIA H100 has no kernels for them; leave predictors=on out"):
-        default_means._refuse_gpu()
+        default_means._refuse_gpu(FirstUse.PREDICTORS)
 
 
 # ------------------------------------------------------------------ damage, the end in between
@@ -191,13 +191,14 @@ def test_a_damaged_file_is_fitted_again(cache: Path, demo_model: Path) -> None:
     whole = there.read_bytes()
     there.write_bytes(whole[:-100] + bytes([whole[-100] ^ 0x40]) + whole[-99:])
     said: list[str] = []
-    again, why = default_means.ensure(demo_model, said.append, 2, predictors=True)
+    again, why = default_means.ensure(demo_model, said.append, 2, kind=FirstUse.PREDICTORS)
     assert again == str(there) and not why and "it is measured again" in said[0]
     assert there.read_bytes() == whole
 
 
 FIRST = (
-    "import sys; from ggml_kvq import default_means;print(default_means.ensure(sys.argv[1], print, 1, predictors=True))"
+    "import sys; from ggml_kvq import default_means as d\n"
+    "print(d.ensure(sys.argv[1], print, 1, kind=d.FirstUse.PREDICTORS))"
 )
 
 

@@ -69,8 +69,10 @@ bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) 
         return false;
     }
     if (config.is_instead) { fitted_to = declared.name; }
-    const auto coords = config.options.values.find("coords"); // the CPU alone reads them
-    if (beside_host && coords != config.options.values.end()) { coords->second = "0"; }
+    if (beside_host && config.options.values.count("coords")) { // the CPU alone reads them
+        config.options.values["coords"] = "0";
+        config.options.values["coordinates"] = "off";
+    }
     predicts = model.n_layer_nextn > 0 && il >= model.n_layer - model.n_layer_nextn;
     if (predicts && kvq_draft_asked()) {
         kvq_model_info none;

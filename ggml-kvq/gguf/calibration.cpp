@@ -496,11 +496,14 @@ kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model
             return KVQ_OK;
         }
         const bool aqua = !method.most && config.options.values.count("predictor");
-        const bool first_use = method.most && config.options.is("predictors", "on");
-        err = std::string("method ") + method.info.name + " needs calibrated data and '" + path +
-            "' holds none: " + (first_use ? "ggml-kvq plugin -m MODEL --predictors fits predictors once, or " : "") +
+        const std::string first_use = !method.most   ? ""
+            : config.options.is("predictors", "on")  ? "predictors"
+            : config.options.is("coordinates", "on") ? "coordinates"
+                                                     : "";
+        err = std::string("method ") + method.info.name + " needs calibrated data and '" + path + "' holds none: " +
+            (first_use.empty() ? "" : "ggml-kvq plugin -m MODEL --" + first_use + " fits them once, or ") +
             "give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set " +
-            (first_use            ? "predictors=off"
+            (!first_use.empty()   ? first_use + "=off"
                     : method.most ? "means=auto and predictor=none"
                     : aqua        ? "predictor=none"
                                   : "near=higgs");
@@ -512,6 +515,11 @@ kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model
     int weight_bits = 8;
     for (const auto & l : c->layers) { weight_bits = l.second.k.type == GGML_TYPE_Q4_0 ? 4 : weight_bits; }
     method.settle(config.options, c->predictor.c_str(), weight_bits);
+    if (method.most && config.options.is("coordinates", "on") && config.options.num("coords") == 0) {
+        err = "calibrated data in '" + path +
+            "' hold no coordinates: make them with ggml-kvq calibrate --coords auto, or set coordinates=off";
+        return KVQ_ERR_CONFIG;
+    }
     const auto predictor = config.options.values.find("predictor");
     if (predictor != config.options.values.end() && predictor->second != "bias" && predictor->second != "none") {
         const bool fold = predictor->second == "fold";

@@ -416,8 +416,10 @@ static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_inf
     // of a method that fits itself, data set pairs and an order that the user did not give
     const std::string shown = out.method->n_levels ? shown_options(*out.method, d.opts) : out.options_text;
     out.asked_text = asked.empty() ? shown : asked;
-    const bool measured = !d.config.empty() && // a launcher names them, too
-        (d.config == kvq_measured_path(r.model, false) || d.config == kvq_measured_path(r.model, true));
+    bool measured = false; // a launcher names them, too
+    for (const auto what : { kvq_first_use::MEANS, kvq_first_use::PREDICTORS, kvq_first_use::COORDINATES }) {
+        measured = measured || (!d.config.empty() && d.config == kvq_measured_path(r.model, what));
+    }
     out.config_from = measured ? KVQ_MEASURED : d.config_from;
     out.lacks_means = d.lacks_means;
     out.config_path = d.config;

@@ -58,7 +58,7 @@ static std::string folder(void) {
     return (!ours.empty() ? ours : !all.empty() ? all + "/ggml-kvq" : home_folder() + "/.cache/ggml-kvq") + "/means";
 }
 
-std::string kvq_measured_path(const std::string & model, bool predictors) {
+std::string kvq_measured_path(const std::string & model, kvq_first_use what) {
     struct stat st = {};
     if (stat(model.c_str(), &st) || !S_ISREG(st.st_mode)) { return ""; }
     // asked for several times before a cache is made: a file that stays as it is is read once
@@ -70,15 +70,17 @@ std::string kvq_measured_path(const std::string & model, bool predictors) {
     if (known.size() >= 64) { known.clear(); }
     if (!known.count(key)) { known[key] = fingerprint(model); }
     const std::string & name = known[key];
-    return name.empty() ? "" : folder() + "/" + name + (predictors ? ".predictors" : "") + ".kvq.gguf";
+    static constexpr const char * more[] = { "", ".predictors", ".coordinates" };
+    return name.empty() ? "" : folder() + "/" + name + more[(int) what] + ".kvq.gguf";
 }
 
-extern "C" int kvq_measured(const char * model, int predictors, const char ** path) {
+extern "C" int kvq_measured(const char * model, int what, const char ** path) {
     static thread_local std::string there;
     std::string err, line;
     kvq_model_info info;
     kvq_status status = kvq_read_model_info(model ? model : "", info, err);
-    there = status == KVQ_OK ? kvq_measured_path(model, predictors) : "";
+    const bool known = what >= (int) kvq_first_use::MEANS && what <= (int) kvq_first_use::COORDINATES;
+    there = status == KVQ_OK && known ? kvq_measured_path(model, (kvq_first_use) what) : "";
     if (status == KVQ_OK && there.empty()) {
         err = "cannot read the weights of '" + std::string(model) + "': give a GGUF model";
         status = KVQ_ERR_MODEL;

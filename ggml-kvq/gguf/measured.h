@@ -4,6 +4,10 @@
 
 #include <string>
 
-// means/FINGERPRINT.kvq.gguf in $KVQ_CACHE_DIR, else in $XDG_CACHE_HOME/ggml-kvq, else in ~/.cache/ggml-kvq;
-// predictors: FINGERPRINT.predictors.kvq.gguf, which holds predictors too. "": the model cannot be read.
-std::string kvq_measured_path(const std::string & model, bool predictors);
+// The numbers are those of kvq_measured.
+enum class kvq_first_use { MEANS, PREDICTORS, COORDINATES };
+
+// means/FINGERPRINT.kvq.gguf in $KVQ_CACHE_DIR, else in $XDG_CACHE_HOME/ggml-kvq, else in ~/.cache/ggml-kvq; where the
+// file holds more than means: FINGERPRINT.predictors.kvq.gguf, FINGERPRINT.coordinates.kvq.gguf. "": the model cannot
+// be read.
+std::string kvq_measured_path(const std::string & model, kvq_first_use what);

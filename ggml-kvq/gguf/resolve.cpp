@@ -185,7 +185,7 @@ kvq_status choose_options(const kvq_request & r, kvq_decision & out, std::string
 }
 
 // What is measured for the method on a model's first use, where the user gave no data (kvq_resolved.wants_means).
-enum wanted { NOTHING = 0, MEANS = 1, PREDICTORS = 2 };
+enum wanted { NOTHING, MEANS, PREDICTORS, COORDINATES }; // but for the first, kvq_first_use and one
 
 wanted wants(const kvq_method & method, kvq_options o) {
     const kvq_data as_given = method.data ? method.data(o) : kvq_data::NONE;
@@ -196,7 +196,9 @@ wanted wants(const kvq_method & method, kvq_options o) {
     }
     if (!method.most) { return NOTHING; } // a paper's own setting is of a text that its user chose
     method.settle(o, "full", 8);
-    return o.is("predictor", "full") || o.is("predictor", "k") ? PREDICTORS : NOTHING;
+    return o.is("predictor", "full") || o.is("predictor", "k") ? PREDICTORS
+        : o.is("coordinates", "on")                            ? COORDINATES
+                                                               : NOTHING;
 }
 
 kvq_status choose_config(const kvq_request & r, const named_file & file, const kvq_model_info & model,
@@ -234,7 +236,7 @@ kvq_status choose_config(const kvq_request & r, const named_file & file, const k
     kvq_options asked;
     if (out.config_from.empty() && has(r.model) && !file.off &&
         kvq_options_parse(method, out.opts.c_str(), asked, err) == KVQ_OK && wants(method, asked) != NOTHING) {
-        const std::string measured = kvq_measured_path(r.model, wants(method, asked) == PREDICTORS);
+        const std::string measured = kvq_measured_path(r.model, (kvq_first_use) (wants(method, asked) - 1));
         out.lacks_means = !is_file(measured);
         if (!out.lacks_means) {
             out.config = measured;

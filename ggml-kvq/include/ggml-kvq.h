@@ -102,8 +102,9 @@ typedef struct kvq_resolved {
     const char * options_from; // of the strongest that gave any
     const char * config;       // file of calibrated data, the model itself when they are embedded
     const char * config_from;
-    const char * note;   // what was given and is not used, or ""
-    int32_t wants_means; // nobody has given data, and it 1: goes better with channel means, 2: is to have predictors
+    const char * note; // what was given and is not used, or ""
+    // nobody has given data, and it 1: goes better with channel means, 2: is to have predictors, 3: coordinates
+    int32_t wants_means;
 } kvq_resolved;
 
 KVQ_API int kvq_resolve(const kvq_request * request, kvq_resolved * answer);
@@ -113,9 +114,9 @@ KVQ_API int kvq_resolve(const kvq_request * request, kvq_resolved * answer);
 KVQ_API size_t kvq_model_sketch(const char * path, float * out, size_t n);
 
 // path: where data lie that were measured on the model's first use, in the folder of such data (gguf/measured.h);
-// valid until the thread's next call, "" when the model cannot be read. predictors: 0: the file of means; 1: that of
-// means and predictors. KVQ_OK: they are there, whole, of this model.
-KVQ_API int kvq_measured(const char * model, int predictors, const char ** path);
+// valid until the thread's next call, "" when the model cannot be read. what: 0: the file of means; 1: that of means and
+// predictors; 2: that of means and coordinates. KVQ_OK: they are there, whole, of this model.
+KVQ_API int kvq_measured(const char * model, int what, const char ** path);
 
 // ---------------------------------------------------------------- block formats
 

@@ -55,6 +55,8 @@ static const kvq_option_info options[] = {
         "with means: what the keys and values of all heads of a layer have in common in 4-bit coordinates, a head's "
         "share of them; even, 0..64; 0: none. Data say how many",
         "ggml-kvq" },
+    { "coordinates", "off|on", "off",
+        "on: coords as the data hold them, and where no data hold any the model's first use fits them", "ggml-kvq" },
     { "alone", "text", "none", "layers that are not predicted, as 5.11.17: those of a cache of too few layers",
         "ggml-kvq" },
     { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: as calibrated", "AQUA-KV section 4" },
@@ -219,16 +221,19 @@ static bool stands_alone(const kvq_options & o, int number) {
 static kvq_status plan_coords(
     const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
     const int n = o.num("coords");
-    const char * other = predicts(o) ? "predictor"
-        : !o.is("far", "none")       ? "far"
-        : o.is("window", "auto")     ? "window"
-                                     : nullptr;
-    if (!n) { return KVQ_OK; }
-    if (other) {
-        err = "option coords=" + o.str("coords") + " cannot go with " + other + "=" + o.str(other) +
-            ": leave one of them out";
+    const char * other = o.is("predictors", "on") ? "predictors"
+        : predicts(o)                             ? "predictor"
+        : !o.is("far", "none")                    ? "far"
+        : o.is("means", "off")                    ? "means"
+        : o.is("window", "auto")                  ? "window"
+                                                  : nullptr;
+    const bool on = o.is("coordinates", "on");
+    if (other && (n || on)) {
+        err = "option " + (on ? "coordinates=on" : "coords=" + o.str("coords")) + " cannot go with " + other + "=" +
+            o.str(other) + ": leave one of them out";
         return KVQ_ERR_OPTION;
     }
+    if (!n || !o.is("means", "on")) { return KVQ_OK; }
     out.k.coords = n;
     if (const char * why = kvq_lattice_refuse(out.k)) {
         err = "option coords=" + o.str("coords") + ": " + why;
@@ -239,7 +244,6 @@ static kvq_status plan_coords(
             " no coordinates beside their scale: 4 or more are needed for one head";
         return KVQ_ERR_OPTION;
     }
-    out.add("coords", { { "n", n } });
     return KVQ_OK;
 }
 
@@ -323,7 +327,8 @@ static kvq_status plan(
         out.k.split = given.is("pairs", "neox") && !sorts(given) ? KVQ_SPLIT_NEOX : KVQ_SPLIT_NORM;
         out.k.fast_bits = at.fast;
     }
-    if (status != KVQ_OK || !means) { return status; }
+    const kvq_status coords = status == KVQ_OK ? plan_coords(given, c, out, err) : status;
+    if (coords != KVQ_OK || !means) { return coords; }
     out.add("transform",
         { { "unrotate", 1 }, { "mean", 1 },
             { "sort",
@@ -331,8 +336,8 @@ static kvq_status plan(
                     : split ? KVQ_SORT_BLOCKS
                             : KVQ_SORT_GAINS },
             { "counts_shared", !c.prev } });
-    const kvq_status coords = plan_coords(given, c, out, err);
-    if (coords != KVQ_OK || !predicted) { return coords; }
+    if (out.k.coords) { out.add("coords", { { "n", out.k.coords } }); }
+    if (!predicted) { return KVQ_OK; }
     const kvq_status chained = kvq_plan_predictor(given, c, out, err);
     const size_t cure = chained == KVQ_OK ? std::string::npos : err.find("predictor=bias"); // of aqua
     if (cure != std::string::npos) {
@@ -343,9 +348,9 @@ static kvq_status plan(
 }
 
 static kvq_data data(const kvq_options & o) {
-    return o.is("means", "on") || predicts(o) ? kvq_data::NEEDS
-        : o.is("means", "off")                ? kvq_data::NONE
-                                              : kvq_data::TAKES;
+    return o.is("means", "on") || predicts(o) || o.is("coordinates", "on") ? kvq_data::NEEDS
+        : o.is("means", "off")                                             ? kvq_data::NONE
+                                                                           : kvq_data::TAKES;
 }
 
 // Far rows of fewer bits than f16 cannot carry the positions that keys less their means need.

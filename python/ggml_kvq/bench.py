@@ -93,18 +93,18 @@ def measure(model: Path, specs: Sequence[CacheSpec], n_threads: int) -> None:
         for spec in specs
         if spec.method is not None and not spec.config
     ]
-    for predictors in sorted({x.wants_predictors for x in found if x.wants_means}):
+    for kind in sorted({x.first_use for x in found if x.wants_means}):
         line = Line()
         _, why = default_means.ensure(
             model,
             lambda text: print(f"ggml-kvq bench: {text}", file=sys.stderr),
             n_threads,
             line,
-            predictors=predictors,
+            kind=kind,
         )
         line.clear()
-        if why and predictors:
-            raise KvqError(f"{default_means.ASKED} {why}")
+        if why and kind is not resolver.FirstUse.MEANS:
+            raise KvqError(f"{default_means.asked(kind)} {why}")
         if why:
             print(f"ggml-kvq bench: no means are taken off keys and values: {why}", file=sys.stderr)
 

@@ -5,8 +5,8 @@ Keys before rotary embedding and values have means that belong to the model far 
 text leave 0.46 of the divergence of 2-bit caches, those of the very text's first 128 tokens 0.48
 (docs/methods/auto.md).
 
-Where predictors are asked for (`predictors=on` of auto), they are fitted here as well, on more of such text, and lie in
-a file of their own beside that of means.
+Where predictors or coordinates are asked for (`predictors=on`, `coordinates=on` of auto), they are fitted here as well,
+on more of such text, and lie in a file of their own beside that of means.
 """
 
 from __future__ import annotations
@@ -26,17 +26,28 @@ from . import gguf_header, methods
 from .core import native
 from .errors import KvqError
 from .progress import Line
+from .resolver import FirstUse
 
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
 SINKS = 4
 TEXT = Path(__file__).with_name("data") / "means.txt"
-MORE = TEXT.with_name("predictors.txt")  # read after TEXT where predictors are fitted
-SEQUENCES = 8  # of LENGTH tokens, for predictors; of fewer where the texts make fewer
+MORE = TEXT.with_name("predictors.txt")  # read after TEXT where more than means is fitted
+SEQUENCES = 8  # of LENGTH tokens, for that; fewer where the texts make fewer
 CURES = {  # of `ggml-kvq calibrate`, and what they are here
     "use --predictor bias": "leave predictors=on out",
+    "leave --coords out": "leave coordinates=on out",
     "lower --sequences or give --work another folder": "make room, or set KVQ_CACHE_DIR to another folder",
 }
-ASKED = "predictors are asked for (predictors=on), and they cannot be fitted here:"
+DOES = {  # on the way
+    FirstUse.MEANS: "measuring its keys and values",
+    FirstUse.PREDICTORS: "measuring its keys and values, and what a layer says of the next one",
+    FirstUse.COORDINATES: "measuring its keys and values, and what the heads of a layer have in common",
+}
+
+
+def asked(kind: FirstUse) -> str:
+    """Begin of an error: without them the program would not be what was asked for."""
+    return f"{kind.word} are asked for ({kind.word}=on), and they cannot be fitted here:"
 
 
 def folder() -> Path:
@@ -49,13 +60,13 @@ def path_of(model: str | os.PathLike[str]) -> Path:
     """Where the means of this model file are kept, named by what the file holds: a copy of another name is the same
     model. The library finds them there by itself (gguf/measured.cpp). KvqError.
     """
-    return _look_up(model, False)[0]
+    return _look_up(model, FirstUse.MEANS)[0]
 
 
 def there(model: str | os.PathLike[str]) -> str | None:
     """That file, if the model was measured."""
     try:
-        path, why = _look_up(model, False)
+        path, why = _look_up(model, FirstUse.MEANS)
     except KvqError:
         return None
     return None if why else str(path)
@@ -67,11 +78,11 @@ def _lacks_order(there: Path) -> bool:
     return fields.get("kvq.auto.pairs") == "sorted" and "kvq.auto.order" not in fields
 
 
-def _look_up(model: str | os.PathLike[str], predictors: bool) -> tuple[Path, str]:
-    """(path_of(), or where predictors are kept; "" or why what lies there cannot be used)."""
+def _look_up(model: str | os.PathLike[str], kind: FirstUse) -> tuple[Path, str]:
+    """(where that is kept; "" or why what lies there cannot be used)."""
     lib = methods.library()
     there = c_char_p()
-    status = lib.kvq_measured(os.fsencode(model), int(predictors), byref(there))
+    status = lib.kvq_measured(os.fsencode(model), int(kind), byref(there))
     if not there.value:
         raise KvqError(native.last_error(lib))
     return Path(os.fsdecode(there.value)), native.last_error(lib) if status else ""
@@ -137,17 +148,17 @@ def ensure(
     n_threads: int | None = None,
     line: Line | None = None,
     *,
-    predictors: bool = False,
+    kind: FirstUse = FirstUse.MEANS,
 ) -> tuple[str | None, str]:
     """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: LENGTH tokens of five
     passes, seconds for small models. A file that is damaged is measured again. Nothing is written but that sidecar,
-    whole or not at all. n_threads: None, all CPUs that the process may use. predictors: fit these too.
+    whole or not at all. n_threads: None, all CPUs that the process may use. kind: what else is fitted.
     """
     from . import files as disk
 
     try:
-        there, why = _look_up(model, predictors)
-        if not why and (predictors or not _lacks_order(there)):
+        there, why = _look_up(model, kind)
+        if not why and (kind is not FirstUse.MEANS or not _lacks_order(there)):
             return str(there), ""
         try:
             disk.probe(there)
@@ -156,14 +167,13 @@ def ensure(
         name = os.path.basename(model)
         if why and there.is_file():
             say(f"{why.split(': make it again')[0]}: it is measured again")
-        if predictors:
-            _refuse_gpu()
-        what = "measuring its keys and values" + (", and what a layer says of the next one" if predictors else "")
+        if kind is not FirstUse.MEANS:
+            _refuse_gpu(kind)
         begin, times = (name, "again") if there.is_file() else (f"first use of {name}", "once")
-        say(f"{begin}: {what}, {times} ({there})")
+        say(f"{begin}: {DOES[kind]}, {times} ({there})")
         line = line or Line(False)
         with _ended_by_sigterm(), _told(say, line):
-            (_fit_predictors if predictors else _measure)(model, there, n_threads, line)
+            FITS[kind](model, there, n_threads, line)
     except (KvqError, OSError) as e:
         why = str(e)
         for flags, cure in CURES.items():
@@ -186,14 +196,32 @@ def _measure(model: str | os.PathLike[str], there: Path, n_threads: int | None, 
     files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
 
 
-def _refuse_gpu() -> None:
-    """KvqError where the cache would lie on a GPU: predictions are made on the CPU alone so far."""
+def _fit_coordinates(model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line) -> None:
+    """Means, and as many coordinates as pay. Whether halves pay is not tried: of what coordinates leave they do.
+    KvqError, OSError.
+    """
+    from .calibrate import basis, files, means
+
+    size: dict[str, Any] = {
+        "n_threads": n_threads,
+        "tick": _Progress(os.path.basename(model), SEQUENCES * LENGTH, line),
+    }
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (TEXT, MORE))
+    fitted = means.fit(
+        model, text, n_sequences=SEQUENCES, length=LENGTH, sinks=SINKS, shorten=True, coords=basis.AUTO, **size
+    )
+    fitted.pairs = "sorted"
+    files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
+
+
+def _refuse_gpu(kind: FirstUse) -> None:
+    """KvqError where the cache would lie on a GPU: the CPU alone reads them so far."""
     from .core.loader import libraries
 
     libs = libraries()
     where = next((libs.describe(name, handle) for name, _, handle in libs.devices() if name == "KVQ0"), "")
     if " over " in where:
-        raise KvqError(f"{where} has no kernels for them; leave predictors=on out, or hide the GPU")
+        raise KvqError(f"{where} has no kernels for them; leave {kind.word}=on out, or hide the GPU")
 
 
 def _fit_predictors(model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line) -> None:
@@ -225,3 +253,10 @@ def _fit_predictors(model: str | os.PathLike[str], there: Path, n_threads: int |
     meta = files.predictor_fields(model, fitted, predictors.Bits(), SINKS)
     meta["kvq.aqua.text"] = "of this package, on the model's first use"
     files.write_sidecar(there, meta, files.predictor_arrays(fitted))
+
+
+FITS = {
+    FirstUse.MEANS: _measure,
+    FirstUse.PREDICTORS: _fit_predictors,
+    FirstUse.COORDINATES: _fit_coordinates,
+}

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from ctypes import CDLL, byref
 from dataclasses import dataclass, fields
+from enum import IntEnum
 
 from . import gguf_header
 from .core import native
@@ -15,9 +16,25 @@ from .errors import MethodError
 
 BY_FLAGS, BY_ARGUMENTS = 1, 2  # enum kvq_asker: whose words messages use
 MEASURED = "measured"  # config_from of data that the first use of a model left in the cache folder
-PREDICTORS = ".predictors.kvq.gguf"  # how a file of these ends that hold predictors
 OFF = "none"  # a method: llama.cpp's own cache; calibrated data: not those beside the model
 _VARIABLES = {"env_method": "KVQ_METHOD", "env_opts": "KVQ_OPTS", "env_config": "KVQ_CONFIG"}
+
+
+class FirstUse(IntEnum):
+    """What the first use of a model measures, as kvq_measured numbers it."""
+
+    MEANS = 0
+    PREDICTORS = 1  # and means
+    COORDINATES = 2  # and means
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
+
+    @property
+    def ending(self) -> str:
+        """Of the file."""
+        return ".kvq.gguf" if self is FirstUse.MEANS else f".{self.word}.kvq.gguf"
 
 
 @dataclass(frozen=True)
@@ -52,14 +69,19 @@ class Resolved:
     config: str = ""
     config_from: str = ""
     note: str = ""
-    wants_means: bool = False  # or predictors
-    wants_predictors: bool = False
+    wants: FirstUse | None = None  # where nobody has given data
 
     @property
-    def first_use_predicts(self) -> bool:
-        """The first use of a model fits predictors for this, or has."""
-        has = self.config_from == MEASURED and self.config.endswith(PREDICTORS)
-        return self.wants_predictors or has
+    def wants_means(self) -> bool:
+        """Those of this model are to be measured, and perhaps more."""
+        return self.wants is not None
+
+    @property
+    def first_use(self) -> FirstUse:
+        """What the first use of a model measures for this, or has."""
+        if self.wants is not None or self.config_from != MEASURED:
+            return self.wants or FirstUse.MEANS
+        return next((x for x in reversed(FirstUse) if self.config.endswith(x.ending)), FirstUse.MEANS)
 
     @property
     def file(self) -> str | None:
@@ -67,7 +89,7 @@ class Resolved:
         return None if self.config_from in ("", "embedded") else self.config
 
 
-_TEXTS = [f.name for f in fields(Resolved) if not f.name.startswith("wants_")]
+_TEXTS = [f.name for f in fields(Resolved) if f.name != "wants"]
 
 
 def resolve(library: Callable[[], CDLL], request: Request, header: gguf_header.Header | None) -> Resolved:
@@ -94,7 +116,7 @@ def resolve(library: Callable[[], CDLL], request: Request, header: gguf_header.H
     native.check(lib, lib.kvq_resolve(byref(asked), byref(answer)))
     texts = {name: os.fsdecode(getattr(answer, name)) for name in _TEXTS}
     wants = int(answer.wants_means)
-    return Resolved(**texts, wants_means=wants > 0, wants_predictors=wants == 2)
+    return Resolved(**texts, wants=FirstUse(wants - 1) if wants else None)
 
 
 def planned(

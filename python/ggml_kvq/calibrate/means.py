@@ -91,7 +91,8 @@ def fit(
 
     checkpoint: file that holds the sums so far; a run that finds one of the same model, text and numbers goes on where
     it stopped. It is the caller's to remove, when the means are written. coords: fit bases, too, of so many coordinates
-    a head; AUTO: of as many as hold enough. shorten: a text of fewer tokens is one shorter sequence.
+    a head; AUTO: of as many as hold enough. shorten: a text of fewer tokens makes fewer sequences, or one that is
+    shorter.
     Raises KvqError for a text that is too short or a model without attention.
     """
     started = time.monotonic()
@@ -125,7 +126,9 @@ def fit(
     line = Line(progress)
     with capture.open_model(path, length, n_threads) as model, capture.observed_queries(model):
         if shorten:
-            length = min(length, len(model.tokenize(text)) // 16 * 16)
+            there = len(model.tokenize(text))
+            length = min(length, there // 16 * 16)
+            n_sequences = min(n_sequences, there // length)
         chosen = capture.sequences(model, text, n_sequences, length, seed)
         number = {il: i for i, (il, *_) in enumerate(shapes)}
         groups = [{number[il] for il in group} for group in capture.groups(model, shapes)]

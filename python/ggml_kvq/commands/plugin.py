@@ -6,7 +6,10 @@ import argparse
 import sys
 from typing import Any
 
+from ..resolver import FirstUse
+
 HELP = "use the library in a program with a llama.cpp of its own: two lines of environment, or a file beside it"
+MORE = ("predictors", "coordinates")  # than means
 
 
 def register(subparsers: Any) -> None:
@@ -25,9 +28,10 @@ def register(subparsers: Any) -> None:
         metavar="FILE",
         help="measure this model's keys and values first, once: auto finds them in every program",
     )
-    p.add_argument(
-        "--predictors", action="store_true", help="with -m: fit predictors instead, which auto takes with predictors=on"
-    )
+    for more in MORE:
+        p.add_argument(
+            f"--{more}", action="store_true", help=f"with -m: fit {more} too, which auto takes with {more}=on"
+        )
     p.add_argument("-t", "--threads", type=int, help="for -m: default all CPUs that may be used")
     p.set_defaults(run=run)
 
@@ -38,10 +42,14 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import KvqError
     from ..launch import plugin
 
+    asked = [more for more in MORE if getattr(args, more)]
+    if len(asked) > 1:
+        raise KvqError("--predictors and --coordinates do not go together; drop one of them")
     if args.model:
-        print(f"# measured: {plugin.measure(args.model, args.threads, args.predictors)}")
-    elif args.predictors:
-        raise KvqError("--predictors goes with -m MODEL, whose predictors are to be fitted; add that or drop it")
+        kind = FirstUse[asked[0].upper()] if asked else FirstUse.MEANS
+        print(f"# measured: {plugin.measure(args.model, args.threads, kind)}")
+    elif asked:
+        raise KvqError(f"--{asked[0]} goes with -m MODEL, whose {asked[0]} are to be fitted; add that or drop it")
     if args.install:
         print("\n".join(plugin.install(args.install)))
     elif args.remove:

@@ -355,11 +355,11 @@ def data(model: Path, found: resolver.Resolved, config: Any, n_threads: int) -> 
         lambda text: print(f"ggml-kvq: {text}", file=sys.stderr, flush=True),
         n_threads,
         line,
-        predictors=found.first_use_predicts,
+        kind=found.first_use,
     )
     line.clear()
-    if why and found.first_use_predicts:
-        raise MethodError(f"{default_means.ASKED} {why}")
+    if why and found.first_use is not resolver.FirstUse.MEANS:
+        raise MethodError(f"{default_means.asked(found.first_use)} {why}")
     if why:
         print(f"ggml-kvq: no means are taken off keys and values: {why}", file=sys.stderr)
     return there or OFF

@@ -91,20 +91,17 @@ class CacheSpec:
         asked = resolver.Request(resolver.BY_ARGUMENTS, self.method, self.options, resolver.OFF)
         wanted = resolver.resolve(methods.library, asked, None)
         if self.config == resolver.MEASURED:
-            return self.measured(path, wanted.wants_predictors)
+            return self.measured(path, wanted.first_use)
         if not wanted.wants_means:
             return None  # whatever the model holds
         wanted = resolver.resolve(methods.library, asked, gguf_header.read(path))
-        return self.measured(path, wanted.wants_predictors) if wanted.wants_means else None
+        return self.measured(path, wanted.first_use) if wanted.wants_means else None
 
-    def measured(self, path: str | os.PathLike[str], predictors: bool) -> str | None:
+    def measured(self, path: str | os.PathLike[str], kind: resolver.FirstUse) -> str | None:
         """What is measured at a model's first use, now if that was not yet. KvqError."""
-        found, why = default_means.ensure(
-            path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr), predictors=predictors
-        )
+        found, why = default_means.ensure(path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr), kind=kind)
         if why:  # a row without them would pass for one with them
-            what = "predictors" if predictors else "means"
-            raise KvqError(f"cache {self.text!r} goes with {what} of keys and values, which cannot be had: {why}")
+            raise KvqError(f"cache {self.text!r} goes with {kind.word} of keys and values, which cannot be had: {why}")
         return found
 
     def open(self, path: Any, **kwargs: Any) -> Model:

@@ -304,11 +304,11 @@ def _data(
             lambda text: print(f"{program}: {text}", file=sys.stderr),
             n_threads,
             line,
-            predictors=chosen.first_use_predicts,
+            kind=chosen.first_use,
         )
         line.clear()
-        if why and chosen.first_use_predicts:
-            raise LaunchError(f"{default_means.ASKED} {why}")
+        if why and chosen.first_use is not resolver.FirstUse.MEANS:
+            raise LaunchError(f"{default_means.asked(chosen.first_use)} {why}")
         notes += [f"no means are taken off keys and values of {os.path.basename(model)}: {why}"] if why else []
     return (config or resolver.OFF if notes else config) if one else None, notes
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from .. import _paths, default_means, hub
 from ..errors import KvqError, LibraryError
 from ..progress import Line
+from ..resolver import FirstUse
 
 NAME = "libggml-musa-kvq.so"
 NEEDS = "start the program with -dev KVQ0 -fa on: without them its cache stays f16, and nothing says so"
@@ -47,7 +48,7 @@ def environment(method: str) -> list[str]:
     ]
 
 
-def measure(model: str, n_threads: int | None = None, predictors: bool = False) -> str:
+def measure(model: str, n_threads: int | None = None, kind: FirstUse = FirstUse.MEANS) -> str:
     """What the library looks for when no launcher is there, in the cache folder: its path. Seconds for a small model
     that was never measured, minutes with predictors. KvqError.
     """
@@ -56,7 +57,7 @@ def measure(model: str, n_threads: int | None = None, predictors: bool = False) 
         raise KvqError(f"{file} is not a file; give a GGUF model")
     line = Line()
     path, why = default_means.ensure(
-        file, lambda text: print(f"ggml-kvq: {text}", file=sys.stderr), n_threads, line, predictors=predictors
+        file, lambda text: print(f"ggml-kvq: {text}", file=sys.stderr), n_threads, line, kind=kind
     )
     if path is None:
         raise KvqError(f"{file.name} was not measured: {why}")
