@@ -114,8 +114,8 @@ KVQ_API int kvq_resolve(const kvq_request * request, kvq_resolved * answer);
 KVQ_API size_t kvq_model_sketch(const char * path, float * out, size_t n);
 
 // path: where data lie that were measured on the model's first use, in the folder of such data (gguf/measured.h);
-// valid until the thread's next call, "" when the model cannot be read. what: 0: the file of means; 1: that of means and
-// predictors; 2: that of means and coordinates. KVQ_OK: they are there, whole, of this model.
+// valid until the thread's next call, "" when the model cannot be read. what: 0: the file of means; 1: that of means
+// and predictors; 2: that of means and coordinates. KVQ_OK: they are there, whole, of this model.
 KVQ_API int kvq_measured(const char * model, int what, const char ** path);
 
 // ---------------------------------------------------------------- block formats

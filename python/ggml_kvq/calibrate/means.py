@@ -10,6 +10,7 @@ import os
 import resource
 import time
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,13 +153,7 @@ def fit(
         seconds=time.monotonic() - started,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
-    if coords and (turned == "none" or not all(x.any() for x in met.values())):
-        raise KvqError("coordinates are for keys that turn as a whole, by one position; leave --coords out")
-    known = {}  # covariance of keys, and what their errors cost
-    for il, heads, size, _ in shapes if coords else ():
-        mean = sums[il, 0].total / n
-        cost = _by_pair((met[il] / n_sequences).reshape(heads, size), turned).reshape(-1)
-        known[il] = (sums[il, 0].product / n - np.outer(mean, mean), cost, heads)
+    known = _known(shapes, sums, met, n, n_sequences, turned) if coords else {}
     out.coords = enough(list(known.values())) if coords == AUTO else coords
     errors: dict[int, list[float]] = {}
     remains: dict[int, float] = {}  # share of values' energy that coordinates leave
@@ -193,6 +188,25 @@ def fit(
                 ladder.estimated(errors, {il: ladder.VALUES * x for il, x in remains.items()}), rungs, groups
             )
         )
+    return out
+
+
+def _known(
+    shapes: Sequence[tuple[int, int, int, int]],
+    sums: dict[tuple[int, int], Moments],
+    met: dict[int, np.ndarray],
+    n: int,
+    n_sequences: int,
+    turned: str,
+) -> dict[int, tuple[np.ndarray, np.ndarray, int]]:
+    """Of each layer the covariance of its keys, what their errors cost, and its KV heads. KvqError."""
+    if turned == "none" or not all(x.any() for x in met.values()):
+        raise KvqError("coordinates are for keys that turn as a whole, by one position; leave --coords out")
+    out = {}
+    for il, heads, size, _ in shapes:
+        mean = sums[il, 0].total / n
+        cost = _by_pair((met[il] / n_sequences).reshape(heads, size), turned).reshape(-1)
+        out[il] = (sums[il, 0].product / n - np.outer(mean, mean), cost, heads)
     return out
 
 
