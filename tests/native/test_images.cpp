@@ -9,6 +9,7 @@
 #include "types/lattice.h"
 #include "types/types.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -276,9 +277,15 @@ static void turned_rows() {
             sort(true);
             if (x.rotary && !stays && !back) { row = turned(*x.rotary, now[t], true, row); }
             if (x.rotary && !stays && back && x.sealed) { row = turned(*x.rotary, was[t], true, row); }
+            std::vector<float> said(D, 0.0f);
+            if (x.pred) { std::copy_n(&pred[t * x.pred_stride + h * D], D, said.begin()); }
+            for (size_t c = 0; x.mean && stays && c < D; c++) { // what is said of a row is turned as its mean is
+                mu[c] += said[c];
+                said[c] = 0.0f;
+            }
             if (x.mean && stays) { mu = turned(*x.rotary, now[t], false, mu); }
             for (size_t c = 0; c < D; c++) {
-                const float p = x.pred ? pred[t * x.pred_stride + h * D + c] : 0.0f;
+                const float p = said[c];
                 row[c] = back ? row[c] + p + mu[c] : row[c] - mu[c] - p;
             }
             if (x.rotary && !stays && back) { row = turned(*x.rotary, now[t], false, row); }
