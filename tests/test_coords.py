@@ -268,15 +268,32 @@ def test_data_that_do_not_fit_are_refused(demo_model: Path, fitted: means.Means,
         ("coords=7", "even"),
         ("coords=66", "0..64"),
         ("coords=12,far=f16", "cannot go with far=f16"),
-        ("window=auto", "cannot go with window=auto"),
+        ("coords=12,window=auto", "cannot go with window=auto"),
+        ("coordinates=on,coords=0", "coordinates=on cannot go with coords=0"),
         ("coordinates=on,predictors=on", "coordinates=on cannot go with predictors=on"),
         ("coordinates=on,means=off", "coordinates=on cannot go with means=off"),
-        ("predictors=on", "cannot go with predictor"),
+        ("coords=12,predictors=on", "cannot go with predictor"),
     ],
 )
 def test_options_that_cannot_be(demo_model: Path, sidecar: Path, opts: str, message: str) -> None:
     with pytest.raises(KvqError, match=message):
         Model(demo_model, kv_method="auto", kv_opts=opts, kv_config=sidecar, n_ctx=512)
+
+
+def test_coordinates_of_the_data_give_way(demo_model: Path, sidecar: Path) -> None:
+    """Options that they cannot go with, as for data without; named without data they are refused."""
+    for opts in ("bits=3,window=auto", "bits=3,means=off", "bits=3,far=f16"):
+        with Model(demo_model, kv_method="auto", kv_opts=opts, kv_config=sidecar, n_ctx=512) as model:
+            assert "coordinates" not in model.load_line, opts
+    with pytest.raises(KvqError, match="coords=12 needs calibrated data"):
+        Model(demo_model, kv_method="auto", kv_opts="coords=12", kv_config="none", n_ctx=512)
+
+
+def test_heads_without_halves_have_a_lowest_rung(lib: CDLL) -> None:
+    """Head sizes that are no multiple of 16: keys are one block, of 1 bit at least."""
+    shapes = [(il, 4, 72, 72) for il in range(4)]
+    opts = "bits=4,pairs=sorted,means=on,coords=8"
+    assert native.plan(lib, "auto", opts, shapes, 4096, n_layer_model=4)["bytes_total"] > 0
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ static kvq_lane_layout long_lane(const kvq_layer_plan & plan, bool value, int n_
 
 double kvq_stored_bits(const kvq_layer_plan & plan, bool value, int n_head) {
     const kvq_lane_layout l = long_lane(plan, value, n_head);
-    return 8.0 * (double) (l.bytes_codes + l.bytes_params + l.bytes_window) /
+    return 8.0 * (double) (l.bytes_codes + l.bytes_params + l.bytes_window + l.nb_beside * (size_t) l.n_pages) /
         ((double) n_head * l.codec.head_size * l.n_cells);
 }
 

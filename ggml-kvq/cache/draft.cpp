@@ -171,9 +171,11 @@ bool kvq_cache_draft::add_known(
     d.has_k = true;
     d.has_v = !latent;
     std::copy_n(declared, 2, d.declared);
-    if (!takes(d, false, declared[0]) || (!latent && !takes(d, true, declared[1]))) { return false; }
-    plan_lane(d, false, d.n_embd_k);
-    if (!latent) { plan_lane(d, true, d.n_embd_v); }
+    if (takes(d, false, declared[0]) && (latent || takes(d, true, declared[1]))) {
+        plan_lane(d, false, d.n_embd_k);
+        if (!latent) { plan_lane(d, true, d.n_embd_v); }
+    }
+    if (!err.empty()) { layers.pop_back(); } // a graph that asks once more is told the same
     return err.empty();
 }
 

@@ -515,7 +515,8 @@ kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model
     int weight_bits = 8;
     for (const auto & l : c->layers) { weight_bits = l.second.k.type == GGML_TYPE_Q4_0 ? 4 : weight_bits; }
     method.settle(config.options, c->predictor.c_str(), weight_bits);
-    if (method.most && config.options.is("coordinates", "on") && config.options.num("coords") == 0) {
+    if (method.most && config.options.is("coordinates", "on") && !config.options.given.count("coords") &&
+        config.options.num("coords") == 0) {
         err = "calibrated data in '" + path +
             "' hold no coordinates: make them with ggml-kvq calibrate --coords auto, or set coordinates=off";
         return KVQ_ERR_CONFIG;

@@ -303,6 +303,8 @@ kvq_status kvq_stored_options(
         return out;
     };
     out.clear();
+    kvq_options asked;
+    const bool known = m.keeps && kvq_options_parse(m, given.c_str(), asked, err) == KVQ_OK;
     gguf_context * g = gguf_init_from_file(path.c_str(), { /*no_alloc =*/true, /*ctx =*/nullptr });
     if (!g) { return KVQ_OK; } // the reader of the data says so
     std::string why = unknown_key(g, m);
@@ -310,7 +312,7 @@ kvq_status kvq_stored_options(
     for (int i = 0; i < m.info.n_options; i++) {
         const std::string key = m.info.options[i].key, name = "kvq." + std::string(m.info.name) + "." + key;
         const int64_t id = gguf_find_key(g, name.c_str());
-        if (id < 0 || ruled_out(key)) { continue; }
+        if (id < 0 || ruled_out(key) || (known && !m.keeps(asked, key))) { continue; }
         const std::string value = value_text(g, id);
         // data's order is one of the ladder of data's pairs
         const int64_t pairs = key == "order" && has("pairs") ? gguf_find_key(g, "kvq.auto.pairs") : -1;

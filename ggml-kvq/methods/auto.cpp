@@ -104,6 +104,17 @@ static constexpr const char *DEFAULT_STEPS = "vkkvkvk", *STEPS_OF_COORDS = "vkkk
 
 // means=auto: a plan without data, which counts as if there were some
 static bool predicts(const kvq_options & o) { return !o.is("predictor", "none") || o.is("predictors", "on"); }
+// What coordinates do not go with, NULL: they do.
+static const char * no_coords(const kvq_options & o) {
+    return o.is("predictors", "on") ? "predictors"
+        : predicts(o)               ? "predictor"
+        : !o.is("far", "none")      ? "far"
+        : o.is("means", "off")      ? "means"
+        : o.is("window", "auto")    ? "window"
+                                    : nullptr;
+}
+// Coordinates of the data give way to them, those that the user named are refused.
+static bool keeps(const kvq_options & asked, const std::string & key) { return key != "coords" || !no_coords(asked); }
 static bool splits(const kvq_options & o) { return !o.is("pairs", "none") && !o.is("means", "off"); }
 // what predictors leave is sorted wherever there are halves: fast pairs are no noise there
 static bool sorts(const kvq_options & o) { return splits(o) && (predicts(o) || o.is("pairs", "sorted")); }
@@ -221,16 +232,13 @@ static bool stands_alone(const kvq_options & o, int number) {
 static kvq_status plan_coords(
     const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
     const int n = o.num("coords");
-    const char * other = o.is("predictors", "on") ? "predictors"
-        : predicts(o)                             ? "predictor"
-        : !o.is("far", "none")                    ? "far"
-        : o.is("means", "off")                    ? "means"
-        : o.is("window", "auto")                  ? "window"
-                                                  : nullptr;
-    const bool on = o.is("coordinates", "on");
+    const bool on = o.is("coordinates", "on"), none = on && o.given.count("coords") && !n;
+    const char * other = none ? "coords" : no_coords(o);
     if (other && (n || on)) {
-        err = "option " + (on ? "coordinates=on" : "coords=" + o.str("coords")) + " cannot go with " + other + "=" +
-            o.str(other) + ": leave one of them out";
+        const bool lacks_data = o.is("means", "off") && !o.given.count("means") && !strcmp(other, "means");
+        err = "option " + (on ? "coordinates=on" : "coords=" + o.str("coords")) +
+            (lacks_data ? " needs calibrated data: ggml-kvq calibrate --coords makes them"
+                        : std::string(" cannot go with ") + other + "=" + o.str(other) + ": leave one of them out");
         return KVQ_ERR_OPTION;
     }
     if (!n || !o.is("means", "on")) { return KVQ_OK; }
@@ -316,7 +324,7 @@ static kvq_status plan(
     kvq_options o = given;
     o.values["grid"] = "d2";
     o.values["bits"] = "0";
-    o.values["k_bits"] = std::to_string(halves ? at.slow : at.whole());
+    o.values["k_bits"] = std::to_string(halves ? at.slow : std::max(at.whole(), 1));
     o.values["v_bits"] = std::to_string(at.v);
     if (o.is("scales", "auto")) { o.values["scales"] = level > (int) order.size() ? "u8" : "u4"; }
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
@@ -371,4 +379,5 @@ const kvq_method kvq_method_auto = {
     settle,
     n_levels,
     most,
+    keeps,
 };

@@ -37,6 +37,8 @@ struct kvq_method {
         bool strict;
     };
     limit (*most)(const kvq_options & o) = nullptr;
+    // Does an option that data set hold beside what the user asked for? NULL: yes.
+    bool (*keeps)(const kvq_options & asked, const std::string & key) = nullptr;
 };
 
 const kvq_method * kvq_method_find(const char * name); // NULL when unknown

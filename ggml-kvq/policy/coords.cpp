@@ -17,10 +17,12 @@ bool kvq_coords::may_place(const kvq_lane & x, int s, int p) const {
     return &x != &values || keys.state(s, p) == KVQ_PAGE_SEALED;
 }
 
-// A state brings the values of the cells whose keys it brings.
-void kvq_coords::placing(kvq_lane & x, int s, int p, const kvq_page_image &) {
+// Who writes the keys of a whole page, or brings them out of a state, brings its values too.
+void kvq_coords::replacing(kvq_lane & x, int s, int p) {
     if (ends(x, s, p)) { values.empty_page(s, p); }
 }
+
+void kvq_coords::placing(kvq_lane & x, int s, int p, const kvq_page_image &) { replacing(x, s, p); }
 
 void kvq_coords::reopening(kvq_lane & x, int s, int p) {
     if (ends(x, s, p)) { values.reopen_and_wait(s, p); }
@@ -30,9 +32,7 @@ void kvq_coords::reencoding(kvq_lane & x, int s, int p) {
     if (ends(x, s, p)) { values.reopen(s, p); }
 }
 
-void kvq_coords::emptied(kvq_lane & x, int s, int p) {
-    if (ends(x, s, p)) { values.empty_page(s, p); }
-}
+void kvq_coords::emptied(kvq_lane & x, int s, int p) { replacing(x, s, p); }
 
 // ---------------------------------------------------------------- as a part of a plan
 

@@ -17,6 +17,7 @@ public:
     bool may_place(const kvq_lane & x, int s, int p) const override;
     void placing(kvq_lane & x, int s, int p, const kvq_page_image & image) override;
     void reopening(kvq_lane & x, int s, int p) override;
+    void replacing(kvq_lane & x, int s, int p) override;
     void reencoding(kvq_lane & x, int s, int p) override;
     void emptied(kvq_lane & x, int s, int p) override;
 

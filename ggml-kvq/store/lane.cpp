@@ -147,7 +147,13 @@ void kvq_lane::open_page(int s, int p, bool keep) {
     kvq_page_info & i = info(s, p);
     if (i.state == KVQ_PAGE_OPEN) { return; }
     if (i.state == KVQ_PAGE_SEALED) {
-        for (kvq_policy * x : policies) { x->reopening(*this, s, p); }
+        for (kvq_policy * x : policies) {
+            if (keep) {
+                x->reopening(*this, s, p);
+            } else {
+                x->replacing(*this, s, p);
+            }
+        }
         counters->n_reopened++;
     }
     take_frame(s, p);

@@ -15,6 +15,7 @@
 //   put_back         what was left out of a block returns to its tile              sealed
 //   sealed           blocks are there                                              sealed
 //   reopening        a block is about to be given up                               sealed
+//   replacing        likewise, and all of its cells are overwritten                sealed
 //   placing          a saved block is about to take the page                       any
 //   reencoding       rows of a block are edited; reencoded: they were              sealed
 //   state_changed    the page is about to have another state                       any
@@ -67,6 +68,7 @@ public:
     virtual void sealed(kvq_lane &, int /*s*/, const std::vector<int> & /*due*/) {}
 
     virtual void reopening(kvq_lane &, int /*s*/, int /*p*/) {}
+    virtual void replacing(kvq_lane & x, int s, int p) { reopening(x, s, p); }
     virtual void reencoding(kvq_lane &, int /*s*/, int /*p*/) {}
     virtual void reencoded(kvq_lane &, int /*s*/, int /*p*/) {}
     virtual void changed(kvq_lane &, int /*s*/, int /*p*/) {}

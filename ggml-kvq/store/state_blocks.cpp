@@ -193,7 +193,8 @@ std::string restore_lane(const section & s, const section * owner, kvq_lane & la
         if (!why.empty()) { return why; }
     }
     const bool same = !memcmp(&h.codec, &l.codec, sizeof(kvq_codec)) && h.n_head == l.n_head &&
-        !(h.flags & SHARED) == !l.shares_codes && !(h.flags & LEFT_OUT) == !lane.leaves_out() && lane.blocks_travel();
+        !(h.flags & SHARED) == !l.shares_codes && !(h.flags & LEFT_OUT) == !lane.leaves_out() &&
+        !(h.flags & BESIDE) == !l.nb_beside && lane.blocks_travel();
     const bool there = same && runs.size() == 1 && runs[0].cell % pc == h.lead;
     bool anew = false;
     const auto flush = [&](int to) {
@@ -217,6 +218,7 @@ std::string restore_lane(const section & s, const section * owner, kvq_lane & la
             rows.resize(at + (size_t) pc * W);
             anew = true;
             if (same && lane.rows_of_block(p.image, p.bytes.codes, p.bytes.params, rows.data() + at)) { continue; }
+            puts.flush(); // pages that were placed hold what they say
             return "the saved state is compact and its pages cannot be placed here: restore it under the same method "
                    "and options into a cache that is as long "
                    "and not divided, or save it with state=rows";

@@ -26,7 +26,7 @@ AUTO = -1  # coordinates: as many as hold ENOUGH
 #: Share of keys' weighted energy. On SmolLM2 more coordinates lose no less and are slower to read; on Qwen2.5-Coder
 #: twice as many lose a quarter less (docs/decisions/coordinates.md).
 ENOUGH = 0.9
-MOST = 64  # a head's share
+MOST, MOST_OF_A_CELL = 64, 1024  # a head's share; KVQ_MAX_COORDS
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,22 @@ def _weighted(covariance: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, n
     return w, covariance * w * w[:, None]
 
 
+def most(width: int, heads: int) -> int:
+    """The largest share of a head."""
+    return min(MOST, (min(width, MOST_OF_A_CELL) + 2) // heads // 2 * 2)
+
+
 def enough(layers: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> int:
     """A head's share of coordinates that hold ENOUGH of the keys' energy, as a mean over layers. layers: (covariance,
     weight, heads) as fit() takes them.
     """
     held = []
+    top = max(min(most(len(weight), heads) for _, weight, heads in layers), 4)
     for covariance, weight, heads in layers:
         values = np.maximum(np.linalg.eigvalsh(_weighted(covariance, weight)[1])[::-1], 0)
-        counts = np.minimum(heads * np.arange(4, MOST + 1, 2) - 2, len(values))
+        counts = np.minimum(heads * np.arange(4, top + 1, 2) - 2, len(values))
         held.append(values.cumsum()[counts - 1] / max(values.sum(), 1e-30))
-    return 4 + 2 * min(int((np.mean(held, 0) < ENOUGH).sum()), (MOST - 4) // 2)
+    return 4 + 2 * min(int((np.mean(held, 0) < ENOUGH).sum()), (top - 4) // 2)
 
 
 def fit(covariance: np.ndarray, weight: np.ndarray, n: int, cross: np.ndarray, energy: np.ndarray) -> Bases:

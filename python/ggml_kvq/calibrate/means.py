@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import files
+from .. import files, memory
 from ..errors import KvqError
 from ..progress import Line
 from ..reference.auto import COORD_KEYS, SORTED_KEYS
 from . import capture, ladder
-from .basis import AUTO, Bases, enough
+from .basis import AUTO, Bases, enough, most
 from .basis import fit as fit_bases
 from .order import logit_errors, pair_channels, sorted_keys
 
@@ -110,6 +110,9 @@ def fit(
             FORMAT,
         ]
     )
+    need = 24 * sum((h * dk) ** 2 + h * dk * h * dv for _, h, dk, dv in shapes) if coords else 0
+    if need > memory.available() > 0:
+        raise KvqError(f"coordinates need {need / 2**30:.1f} GiB of memory here; leave --coords out")
     sums = {
         (il, v): Moments.of(h * (dv if v else dk), h * dk * bool(coords)) for il, h, dk, dv in shapes for v in (0, 1)
     }
@@ -124,6 +127,7 @@ def fit(
             m.total[:], m.square[:] = saved[f"{il}.{v}.total"], saved[f"{il}.{v}.square"]
             m.product[:] = saved[f"{il}.{v}.product"]
         before = {il: saved[f"{il}.queries"] for il in before}
+        met = dict(before)
     line = Line(progress)
     with capture.open_model(path, length, n_threads) as model, capture.observed_queries(model):
         if shorten:
@@ -153,7 +157,7 @@ def fit(
         seconds=time.monotonic() - started,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
-    known = _known(shapes, sums, met, n, n_sequences, turned) if coords else {}
+    known = _known(shapes, sums, met, n, n_sequences, turned, coords) if coords else {}
     out.coords = enough(list(known.values())) if coords == AUTO else coords
     errors: dict[int, list[float]] = {}
     remains: dict[int, float] = {}  # share of values' energy that coordinates leave
@@ -198,12 +202,18 @@ def _known(
     n: int,
     n_sequences: int,
     turned: str,
+    coords: int,
 ) -> dict[int, tuple[np.ndarray, np.ndarray, int]]:
     """Of each layer the covariance of its keys, what their errors cost, and its KV heads. KvqError."""
     if turned == "none" or not all(x.any() for x in met.values()):
         raise KvqError("coordinates are for keys that turn as a whole, by one position; leave --coords out")
     out = {}
     for il, heads, size, _ in shapes:
+        if coords > most(heads * size, heads):
+            raise KvqError(
+                f"--coords {coords} is more than layer {il} of {heads} heads of {size} can have; give at most"
+                f" {most(heads * size, heads)}"
+            )
         mean = sums[il, 0].total / n
         cost = _by_pair((met[il] / n_sequences).reshape(heads, size), turned).reshape(-1)
         out[il] = (sums[il, 0].product / n - np.outer(mean, mean), cost, heads)

@@ -125,7 +125,7 @@ class Auto(LatticeMethod):
         sorts = sorts and splits
         halves = splits and (fast != slow or (sorts and predicts))  # else one block, which takes the gains alone
         if not halves:
-            self.rung = (fast + slow) // 2, (fast + slow) // 2, self.rung[2]
+            self.rung = max((fast + slow) // 2, 1), max((fast + slow) // 2, 1), self.rung[2]
         given = dict(self.o)
         self.o["grid"] = "d2"
         if given["scales"] == "auto":  # the last level, above the highest rungs
