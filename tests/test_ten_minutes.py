@@ -220,7 +220,7 @@ def test_a_second_sigterm_ends_a_command_that_hangs() -> None:
 
 def test_calibrate_proposes_another_text(sidecar: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It proposed to evaluate on the text that it had just calibrated on."""
-    said = calibrate.next_commands(Namespace(method="aqua", file="calib.txt"), DEMO, sidecar)
+    said = calibrate.next_commands(Namespace(method="aqua", file="calib.txt", coords=0), DEMO, sidecar)
     assert "-f ANOTHER.txt  # a text that was not calibrated on\n" in said and "calib.txt" not in said
 
 
