@@ -3,6 +3,7 @@
 
     bench_states.py -m MODEL.gguf [--depth 7000] [-t 2] [--rounds 5] [--arms "upstream,kivi,kivi:state=compact"]
     bench_states.py -m MODEL.gguf --switch        llama-server: a request after the other conversation had the slot
+    bench_states.py -m MODEL.gguf --request 8000  llama-server: a new prompt, with the checkpoints that it makes
 
 declare=TYPE is the type that llama.cpp declares (-ctk, -ctv), auto: the smallest that holds the method. Arms of f16
 hold the same rows: one context of upstream's computes them, the others restore them. Arms that are declared smaller
@@ -166,38 +167,61 @@ def few(stats: dict[str, Any]) -> dict[str, Any]:
     return {k: stats[k] for k in ("n_placed", "n_sealed") if k in stats}
 
 
-# -------------------------------------------------------------- a server's switch
+# -------------------------------------------------------------- a server's requests
 
 
-def switch(arm: str, a: argparse.Namespace) -> float:
-    """Median seconds of a request to a server of one slot, where the other conversation was last."""
-    method, opts, k, v = types(arm, a.model)
-    env, flags = dict(os.environ), ["-ctk", k, "-ctv", v]
-    if method != "upstream":
-        env |= {"KVQ_METHOD": method, "KVQ_OPTS": opts or "", "GGML_BACKEND_PATH": str(_paths.backend())}
-        flags += ["-dev", "KVQ0"]
-    command = [str(_paths.program("llama-server")), "-m", str(a.model), "-c", "8192", "-np", "1", "-fa", "on"]
-    command += ["-t", str(a.threads), "--port", str(a.port), "--no-webui", *flags]
-    url = f"http://127.0.0.1:{a.port}"
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            for _ in range(600):
-                try:
-                    urllib.request.urlopen(url + "/health", timeout=1)
-                    break
-                except OSError:
-                    time.sleep(0.1)
-            rng, seconds = np.random.default_rng(0), []
-            prompts = [rng.integers(300, 20000, n).tolist() for n in (2309, 2789)]
-            for i in range(2 * a.rounds + 2):
-                body = {"prompt": prompts[i % 2], "n_predict": 1, "temperature": 0, "cache_prompt": True}
-                request = urllib.request.Request(url + "/completion", json.dumps(body).encode())
-                t = time.perf_counter()
-                urllib.request.urlopen(request, timeout=600).read()
-                seconds.append(time.perf_counter() - t)
-            return statistics.median(seconds[2:])
-        finally:
-            server.terminate()
+class Server:
+    """A llama-server of one slot, whose states take their usual ways: its RAM cache and its checkpoints."""
+
+    def __init__(self, arm: str, a: argparse.Namespace, port: int) -> None:
+        method, opts, k, v = types(arm, a.model)
+        env, flags = dict(os.environ), ["-ctk", k, "-ctv", v]
+        if method != "upstream":
+            env |= {"KVQ_METHOD": method, "KVQ_OPTS": opts or "", "GGML_BACKEND_PATH": str(_paths.backend())}
+            flags += ["-dev", "KVQ0"]
+        n_ctx = max(8192, a.request + 256)
+        command = [str(_paths.program("llama-server")), "-m", str(a.model), "-c", str(n_ctx), "-np", "1", "-fa", "on"]
+        command += ["-t", str(a.threads), "--port", str(port), "--no-webui", *flags]
+        self.url = f"http://127.0.0.1:{port}"
+        self.seconds: list[float] = []
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(self.url + "/health", timeout=1)
+                return
+            except OSError:
+                time.sleep(0.1)
+
+    def ask(self, prompt: list[int]) -> None:
+        body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "cache_prompt": True}
+        request = urllib.request.Request(self.url + "/completion", json.dumps(body).encode())
+        t = time.perf_counter()
+        urllib.request.urlopen(request, timeout=600).read()
+        self.seconds.append(time.perf_counter() - t)
+
+
+def requests(a: argparse.Namespace) -> list[dict[str, Any]]:
+    """Median seconds of a request to each arm's server, in turns. --switch: the other conversation was there last.
+    --request: a prompt that the server has not seen.
+    """
+    rng, servers = np.random.default_rng(0), []
+    known = [rng.integers(300, 20000, n).tolist() for n in (2309, 2789)]
+    n_first = 2 if a.switch else 1
+    try:
+        for i, arm in enumerate(a.arms):
+            servers.append(Server(arm, a, a.port + i))
+        for i in range((2 if a.switch else 1) * a.rounds + n_first):
+            prompt = known[i % 2] if a.switch else rng.integers(300, 20000, a.request).tolist()
+            for server in servers:
+                server.ask(prompt)
+        key = "switch" if a.switch else "request"
+        return [
+            {"arm": arm, key: statistics.median(x.seconds[n_first:])} for arm, x in zip(a.arms, servers, strict=True)
+        ]
+    finally:
+        for server in servers:
+            server.process.terminate()
+            server.process.wait()
 
 
 def options() -> argparse.Namespace:
@@ -211,7 +235,8 @@ def options() -> argparse.Namespace:
     )
     p.add_argument("--device", help="of upstream's cache (default: as Model)")
     p.add_argument("--switch", action="store_true", help="llama-server's change of conversations instead")
-    p.add_argument("--port", type=int, default=8791)
+    p.add_argument("--request", type=int, default=0, help="a request of so many tokens to llama-server instead")
+    p.add_argument("--port", type=int, default=8791, help="of the first arm's server; the others' come behind it")
     p.add_argument("--json", type=Path, help="append the rows here")
     a = p.parse_args()
     a.arms = [x.replace(":", ",").replace(",", ":", 1) for x in a.arms]
@@ -222,13 +247,11 @@ def main() -> None:
     a = options()
     command = shlex.join([Path(sys.executable).name, *sys.argv])
     print(command)
-    if a.switch:
-        rows = [{"arm": arm, "switch": switch(arm, a)} for arm in a.arms]
-    else:
-        rows = measure(a)
-    base = sum(rows[0][k] for k in ("get", "set", "switch") if k in rows[0])
+    rows = requests(a) if a.switch or a.request else measure(a)
+    kinds = ("get", "set", "switch", "request")
+    base = sum(rows[0][k] for k in kinds if k in rows[0])
     for row in rows:
-        seconds = [(k, row[k]) for k in ("get", "set", "switch") if k in row]
+        seconds = [(k, row[k]) for k in kinds if k in row]
         text = "  ".join(f"{k} {s:.4f}" for k, s in seconds)
         more = "" if row.get("same", True) else "  NOT the same bytes again"
         print(f"{row['arm']:24} {text}  {sum(s for _, s in seconds) / base:6.2f}x of {rows[0]['arm']}{more}")

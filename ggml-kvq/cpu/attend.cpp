@@ -42,6 +42,7 @@ void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int k
             const bool here = h + 1 < n_heads;
             ahead a;
             a.kvh = kvh0 + (here ? h + 1 : 0);
+            a.of_all = !here;
             for (int i = 0; i < run.n_pages && (here || next + i < page1); i++) {
                 a.page[a.n_pages++] = here ? run.page[i] : &p.pages[next + i];
             }

@@ -51,16 +51,16 @@ void take_coords(const kvq_kernels & K, const stream_plan & s, workspace & w, co
         const kvq_page & page = *r.page[i];
         float * to = w.coords + (size_t) i * s.coord_floats();
         if (s.n_coords[0] && page.k_params) {
-            K.key_coords(p.k, s.k.nb_params, kvq_lattice_coords_at(p.k), s.n_coords[0], (const uint8_t *) page.k_params,
-                (uint8_t *) to);
+            K.key_coords(
+                kvq_coords_in(p.k, s.k.nb_params, (const uint8_t *) page.k_params), s.n_coords[0], (uint8_t *) to);
             for (int t = 0; p.rotary && t < p.k.n_cells; t += 16) {
                 K.turn_table(
                     *p.rotary, p.positions + page.cell + t, false, to + s.key_floats() + (size_t) t * p.rotary->n_dims);
             }
         }
         if (s.n_coords[1] && page.v_params && page.k_params) {
-            K.value_coords(p.k, s.k.nb_params, kvq_lattice_coords_at(p.k), s.n_coords[1],
-                (const uint8_t *) page.k_params, s.v_stride, to + s.key_floats() + s.turn_floats());
+            K.value_coords(kvq_coords_in(p.k, s.k.nb_params, (const uint8_t *) page.k_params), s.n_coords[1],
+                s.v_stride, to + s.key_floats() + s.turn_floats());
         }
     }
 }

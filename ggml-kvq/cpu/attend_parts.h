@@ -176,6 +176,7 @@ struct page_run {
 // burst they hold up the loads behind them.
 struct ahead {
     int n_pages = 0, kvh = 0;
+    bool of_all = false; // pages that no head has read: their coordinates are read first
     const kvq_page * page[KVQ_MAX_RUN];
 
     static void ask(const void * codes, const void * params, int kvh, const kvq_view & sealed, const kvq_view & open) {
@@ -191,6 +192,13 @@ struct ahead {
     void keys(const stream_plan & s, int from, int to) const {
         for (int i = from; i < std::min(to, n_pages); i++) {
             ask(page[i]->k_codes, page[i]->k_params, kvh, s.k, s.k_open);
+            if (s.n_coords[0] && of_all && page[i]->k_params) { ask_coords(s, page[i]->k_params); }
+        }
+    }
+    static void ask_coords(const stream_plan & s, const void * params) {
+        const auto at = kvq_coords_in(s.p->k, s.k.nb_params, (const uint8_t *) params);
+        for (int j = 0; j <= s.n_coords[0] / 2; j++) {
+            for (int i = 0; i < at.n_cells; i += 64) { __builtin_prefetch(at.of(j) + i); }
         }
     }
     void values(const stream_plan & s) const {

@@ -223,10 +223,9 @@ void end_head(const stream_plan & s, head_rows & h, int n_rows) {
     for (int r = 0; r < n_rows; r++) {
         float * out = h.out + (size_t) r * s.dpv;
         if (s.rotated_v) { kvq_get_kernels().unrotate(s.lv, h.rot + r * s.rot, out); }
-        for (int j = 0; j < s.n_coords[1]; j++) { // sum f p (2 c - 15), then the basis once
-            const float * w = p.v_basis->in + (size_t) j * p.v_basis->width + (size_t) h.kvh * p.v.head_size;
-            const float x = h.coords[(size_t) r * s.v_stride + j];
-            for (int d = 0; d < p.v.head_size; d++) { out[d] += x * w[d]; }
+        if (s.n_coords[1]) { // sum f p (2 c - 15), then the basis once
+            kvq_get_kernels().add_basis(
+                *p.v_basis, h.kvh * p.v.head_size, p.v.head_size, h.coords + (size_t) r * s.v_stride, out);
         }
         for (int d = 0; p.v_mean && d < p.v.head_size; d++) {
             out[d] += (h.l[r] - h.open[r]) * p.v_mean[(size_t) h.kvh * p.v.head_size + d];

@@ -87,7 +87,7 @@ struct param_reader {
 template <int R>
 static inline void fold_keys(const float * s, const float * z, int dp, int ws, const float * q, float * y, int8_t * w8,
     float * step, float * base) {
-    constexpr int P = R < 2 * KVQ_TILES ? R : 2 * KVQ_TILES; // rows at once: their chains of maxima run side by side
+    constexpr int P = R % (2 * KVQ_TILES) ? R : 2 * KVQ_TILES; // rows at once: their chains of maxima run side by side
     f32x16 sum[R];
     for (int r0 = 0; r0 < R; r0 += P) {
         const float * x = q + (size_t) r0 * dp;

@@ -1,35 +1,27 @@
 // Coordinates of the cells of a page (types/basis.h), and the rows that they say.
 namespace KVQ_NS {
 
-static inline const uint8_t * coord_pair(
-    const kvq_codec & c, size_t nb_params, size_t at, const uint8_t * params, int j) {
-    const int each = c.coords / 2;
-    return params + (size_t) (j / each) * nb_params + at + (size_t) (j % each) * (size_t) c.n_cells;
-}
-
 // Keys: u8 [n/4 rounded up][n_cells][4], 2 c, then f32 scales [n_cells]
-static void key_coords(const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, uint8_t * out) {
+static void key_coords(const kvq_coord_pairs<const uint8_t> & from, int n, uint8_t * out) {
     const int quads = (n + 3) / 4;
     for (int q = 0; q < quads; q++) {
-        const uint8_t *a = coord_pair(c, nb_params, at, params, 2 * q),
-                      *b = 4 * q + 2 < n ? coord_pair(c, nb_params, at, params, 2 * q + 1) : a; // its weights are 0
-        uint8_t * to = out + (size_t) (4 * q) * (size_t) c.n_cells;
-        for (int t = 0; t < c.n_cells; t++) {
-            const uint32_t x = (uint32_t) a[t] | (uint32_t) b[t] << 16,
-                           y = (x & 0x000f000fu) << 1 | (x & 0x00f000f0u) << 5;
-            memcpy(to + 4 * t, &y, 4);
+        const uint8_t * const __restrict a = from.of(2 * q);
+        const uint8_t * const __restrict b = 4 * q + 2 < n ? from.of(2 * q + 1) : a; // its weights are 0
+        uint32_t * const __restrict to = (uint32_t *) out + (size_t) q * (size_t) from.n_cells;
+        for (int t = 0; t < from.n_cells; t++) {
+            const uint32_t x = (uint32_t) a[t] | (uint32_t) b[t] << 16;
+            to[t] = (x & 0x000f000fu) << 1 | (x & 0x00f000f0u) << 5;
         }
     }
-    const uint8_t * e = coord_pair(c, nb_params, at, params, n / 2);
-    float * scale = (float *) (out + (size_t) (4 * quads) * (size_t) c.n_cells);
-    for (int t = 0; t < c.n_cells; t++) { scale[t] = kvq_coord_scale(e[t]); }
+    const uint8_t * const __restrict e = from.of(n / 2);
+    float * const __restrict scale = (float *) (out + (size_t) (4 * quads) * (size_t) from.n_cells);
+    for (int t = 0; t < from.n_cells; t++) { scale[t] = kvq_coord_scale(e[t]); }
 }
 
 // Values: f32 [n_cells][stride], (2 c - 15) scale; zeros behind n
-static void value_coords(
-    const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, int stride, float * out) {
-    const uint8_t * e = coord_pair(c, nb_params, at, params, n / 2);
-    for (int t0 = 0; t0 < c.n_cells; t0 += 16) {
+static void value_coords(const kvq_coord_pairs<const uint8_t> & from, int n, int stride, float * out) {
+    const uint8_t * e = from.of(n / 2);
+    for (int t0 = 0; t0 < from.n_cells; t0 += 16) {
         float scales[16];
         for (int t = 0; t < 16; t++) { scales[t] = kvq_coord_scale(e[t0 + t]); }
         const f32x16 scale = f32_load(scales), less = f32_set1(15.0f);
@@ -38,7 +30,7 @@ static void value_coords(
             for (int i = 0; i < 16; i += 2) {
                 x[i] = x[i + 1] = f32_set1(0.0f);
                 if (j + i >= n) { continue; }
-                const f32x16 pair = f32_load_u8(coord_pair(c, nb_params, at, params, (j + i) / 2) + t0),
+                const f32x16 pair = f32_load_u8(from.of((j + i) / 2) + t0),
                              hi = f32_floor(f32_mul(pair, f32_set1(1.0f / 16.0f))),
                              lo = f32_sub(pair, f32_mul(hi, f32_set1(16.0f)));
                 x[i] = f32_mul(f32_sub(f32_add(lo, lo), less), scale);
@@ -100,6 +92,23 @@ static void basis_keys(const kvq_basis & b, int head, int D, int dp, int n_cells
         }
     }
     std::fill(tile + (size_t) D * n, tile + (size_t) dp * n, 0.0f);
+}
+
+static void add_basis(const kvq_basis & b, int first, int D, const float * z, float * out) {
+    int d = 0;
+    for (; d + 16 <= D; d += 16) {
+        const float * w = b.in + first + d;
+        f32x16 sums[2] = { f32_load(out + d), f32_set1(0.0f) };
+        int j = 0;
+        for (; j + 2 <= b.n; j += 2) {
+            sums[0] = f32_fma(f32_set1(z[j]), f32_load(w + (size_t) j * (size_t) b.width), sums[0]);
+            sums[1] = f32_fma(f32_set1(z[j + 1]), f32_load(w + (size_t) (j + 1) * (size_t) b.width), sums[1]);
+        }
+        f32_store(out + d, f32_add(sums[0], sums[1]));
+    }
+    for (; d < D; d++) {
+        for (int j = 0; j < b.n; j++) { out[d] += z[j] * b.in[(size_t) j * (size_t) b.width + (size_t) (first + d)]; }
+    }
 }
 
 } // namespace

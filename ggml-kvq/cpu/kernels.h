@@ -9,6 +9,7 @@
 #include "ggml-kvq.h"
 #include "base/constants.h"
 #include "engine/turns.h"
+#include "types/basis.h"
 #include "types/predictor.h"
 
 #include <cstddef>
@@ -220,16 +221,17 @@ struct kvq_kernels {
     void (*turn_table)(const kvq_rotary & rot, const int32_t * pos, bool inverse, float * out);
     void (*turn_rows)(const kvq_row_turn & a, bool back, uint16_t * rows, int stride);
 
-    // Coordinates of a page (types/basis.h); params: of its first head; at: where they begin in a head's; n: of a cell.
+    // Coordinates of a page (types/basis.h), n of a cell.
     // Keys: 2 c as u8 [n/4 rounded up][n_cells][4], then f32 scales [n_cells]. Values: (2 c - 15) scale as f32
     // [n_cells][stride], stride a multiple of 16, zeros behind n.
-    void (*key_coords)(const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, uint8_t * out);
-    void (*value_coords)(
-        const kvq_codec & c, size_t nb_params, size_t at, int n, const uint8_t * params, int stride, float * out);
+    void (*key_coords)(const kvq_coord_pairs<const uint8_t> & from, int n, uint8_t * out);
+    void (*value_coords)(const kvq_coord_pairs<const uint8_t> & from, int n, int stride, float * out);
     // What mean and coordinates say of keys of a head of D channels, as to_tile has them: [dp][n_cells]. turns: tables
     // of angles, one for 16 cells, NULL: keys are not turned
     void (*basis_keys)(const kvq_basis & b, int head, int D, int dp, int n_cells, const uint8_t * coords,
         const float * mean, const float * turns, int n_dims, bool neox, float * tile);
+    // out[D] += what the coordinates z say of D channels of values, of the basis from `first` on
+    void (*add_basis)(const kvq_basis & b, int first, int D, const float * z, float * out);
 
     // As kvq_affine_encode_ref, for head sizes that are a multiple of 16; work: kvq_encode_bytes
     void (*encode_affine)(const kvq_view & v, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes,

@@ -19,6 +19,7 @@ static inline int pad_to(int n, int to) { return (n + to - 1) / to * to; }
         int r = 0;                                                                                                     \
         for (; KVQ_R >= 8 && r + 8 <= n_rows; r += 8) { call((KVQ_R >= 8 ? 8 : 1), r); }                               \
         for (; KVQ_R >= 4 && r + 4 <= n_rows; r += 4) { call((KVQ_R >= 4 ? 4 : 1), r); }                               \
+        for (; KVQ_R >= 4 && r + 3 <= n_rows; r += 3) { call((KVQ_R >= 4 ? 3 : 1), r); }                               \
         for (; KVQ_R >= 2 && r + 2 <= n_rows; r += 2) { call((KVQ_R >= 2 ? 2 : 1), r); }                               \
         for (; r < n_rows; r++) { call(1, r); }                                                                        \
     } while (0)
@@ -88,5 +89,5 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
         KVQ_NS::softmax, KVQ_NS::scale_row, KVQ_NS::page_weights, KVQ_NS::rank_cells, KVQ_NS::quantise_row,            \
         KVQ_NS::predict, KVQ_NS::sum_rows8, KVQ_NS::apply_tile8, KVQ_NS::lattice_rows, KVQ_NS::add_lattice_rows,       \
         KVQ_NS::rows_to_f16, KVQ_NS::turn_table, KVQ_NS::turn_rows, KVQ_NS::key_coords, KVQ_NS::value_coords,          \
-        KVQ_NS::basis_keys, KVQ_NS::encode_affine, KVQ_NS::encode_lattice, KVQ_NS::decode_affine,                      \
+        KVQ_NS::basis_keys, KVQ_NS::add_basis, KVQ_NS::encode_affine, KVQ_NS::encode_lattice, KVQ_NS::decode_affine,   \
         KVQ_NS::match_affine, KVQ_NS::decode_lattice, KVQ_NS::match_lattice, KVQ_NS::hash_rows }

@@ -65,7 +65,7 @@ static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell,
     std::vector<uint64_t> hashes((size_t) n);
     const auto hash_all = [&] { kvq_mark_hashes(rows, n, lanes.row, threads_of(t), hashes.data()); };
     if (l.evicts) {
-        const std::vector<int> evicted = kvq_mark_evicted(v);
+        const std::vector<int> evicted = kvq_mark_evicted(v, threads_of(t));
         if (evicted.size() >= 2 * (size_t) k) {
             hash_all();
             put_marks(t, v, hashes, &evicted[0], &evicted[(size_t) k], 0, 0);
@@ -145,7 +145,7 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
                    [](const kvq_mark_found & f) { return f.at < f.mark.row; }), // the rows before were never set
         open.end());
     take_marks_out(t, lanes);
-    const std::vector<int> evicted = kvq_mark_evicted(v);
+    const std::vector<int> evicted = kvq_mark_evicted(v, threads_of(t));
     if (!evicted.empty() && !lanes.layout().evicts) {
         return "the saved state lacks " + kvq_side_of_layer(t) +
             " of cells that were evicted: restore it with its method";

@@ -18,6 +18,7 @@
 #include "types/types.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -108,18 +109,17 @@ void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
     const kvq_lane & x = *lane[value];
     const kvq_lane_layout & l = x.layout();
     const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head;
-    for (int c = cell; c < cell + n; c++) {
+    const auto blank = [&](int64_t i) {
+        const int c = cell + (int) i;
+        uint16_t * const row = rows + (size_t) i * W;
         const bool open = x.info(s, c / page_cells).state == KVQ_PAGE_OPEN &&
             (x.valid(s, c / page_cells)[c % page_cells / 8] >> c % 8 & 1);
-        if (!open && (prompt[(size_t) s * n_pages * page_cells + c] & AWAY)) {
-            std::fill_n(rows + (size_t) (c - cell) * W, W, KVQ_EVICTED);
-        }
+        if (!open && (prompt[(size_t) s * n_pages * page_cells + c] & AWAY)) { std::fill_n(row, W, KVQ_EVICTED); }
         for (int h = 0; open && h < n_head; h++) {
-            if (is_evicted(s, c / page_cells, h, c % page_cells)) {
-                std::fill_n(rows + (size_t) (c - cell) * W + D * (size_t) h, D, KVQ_EVICTED);
-            }
+            if (is_evicted(s, c / page_cells, h, c % page_cells)) { std::fill_n(row + D * (size_t) h, D, KVQ_EVICTED); }
         }
-    }
+    };
+    kvq_parallel_for(n, n_threads, blank, 64);
     int64_t last = INT64_MIN; // ages are counted from the newest page: the same after a save and a restore
     struct block {
         int page, head;
@@ -128,7 +128,7 @@ void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
     for (int i = 0; i < n_store; i++) {
         const slot_page & page = pages[(size_t) s * n_store + i];
         last = page.used ? std::max(last, page.newest) : last;
-        for (int h = 0; page.used && h < n_head; h++) {
+        for (int h = 0; page.used && page.lo < cell + n && page.hi >= cell && h < n_head; h++) {
             const int32_t * m = map(s, i, h);
             if (std::any_of(m, m + page_cells, [&](int32_t c) { return c >= cell && c < cell + n; })) {
                 blocks.push_back({ i, h });
@@ -332,30 +332,46 @@ std::map<int, kvq_evict::arrival> kvq_evict::pages_in(
     const auto hear = [&](int64_t i) { of_rows[(size_t) i] = said_by(value, rows + (size_t) i * D, D, nb_row); };
     kvq_parallel_for((int64_t) of_rows.size(), n_threads, hear, 64);
     std::map<int, arrival> found;
-    for (int c = cell; c < cell + n; c++) {
-        for (int h = 0; h < n_head; h++) {
-            const said & x = of_rows[(size_t) (c - cell) * (size_t) n_head + (size_t) h];
-            if (x.what == said::EVICTED) { left[(size_t) (c - cell) * n_head + h] = 0; }
-            if (x.what == said::EVICTED || x.what == said::NOTHING) { continue; }
-            const bool holed = x.what == said::IN_HOLED;
-            const uint32_t head = x.head;
-            const uint8_t of_tail = x.of_tail;
-            const int t = (int) (head >> 20 & 255);
-            if (t >= page_cells || (!holed && head >> 30)) { continue; }
-            arrival & a = found[holed ? -1 - (int) (head & MAX_PAGE) : (int) (head & MAX_PAGE)];
-            a.holed = holed;
-            if (holed) {
-                a.tail[t % (int) TAIL] = of_tail;
-                a.known |= (uint8_t) (1 << t % (int) TAIL);
-            }
-            a.cells.resize((size_t) n_head * page_cells, -1);
-            a.heads.resize(a.cells.size());
-            int32_t & at = a.cells[(size_t) h * page_cells + t];
-            a.bad |= at >= 0;
-            a.n++;
-            at = c;
-            a.heads[(size_t) h * page_cells + t] = head;
+    std::vector<arrival *> of_page[2]; // whole pages, pages that lost cells
+    for (size_t i = 0; i < of_rows.size(); i++) {
+        said & x = of_rows[i];
+        if (x.what == said::EVICTED) { left[i] = 0; }
+        const bool holed = x.what == said::IN_HOLED;
+        const size_t j = x.head & MAX_PAGE, t = x.head >> 20 & 255;
+        if ((x.what != said::HELD && !holed) || t >= (size_t) page_cells || (!holed && x.head >> 30)) {
+            x.what = said::NOTHING;
+            continue;
         }
+        if (of_page[holed].size() <= j) { of_page[holed].resize(j + 1); }
+        arrival *& a = of_page[holed][j];
+        if (!a) {
+            a = &found[holed ? -1 - (int) j : (int) j];
+            a->holed = holed;
+            a->cells.resize((size_t) n_head * page_cells, -1);
+            a->heads.resize(a->cells.size());
+        }
+        if (holed) {
+            a->tail[t % TAIL] = x.of_tail;
+            a->known |= (uint8_t) (1 << t % TAIL);
+        }
+        a->n++;
+    }
+    std::atomic<bool> twice{ false };
+    kvq_parallel_for(n_head, n_threads, [&](int64_t h) { // heads have slots of their own
+        for (int c = cell; c < cell + n; c++) {
+            const said & x = of_rows[(size_t) (c - cell) * (size_t) n_head + (size_t) h];
+            if (x.what != said::HELD && x.what != said::IN_HOLED) { continue; }
+            arrival & a = *of_page[x.what == said::IN_HOLED][x.head & MAX_PAGE];
+            const size_t at = (size_t) h * (size_t) page_cells + (x.head >> 20 & 255);
+            if (a.cells[at] >= 0) { twice = true; }
+            a.cells[at] = c;
+            a.heads[at] = x.head;
+        }
+    });
+    for (auto & x : found) { // as many slots as rows, unless two rows were for one
+        arrival & a = x.second;
+        const auto held = [](int32_t c) { return c >= 0; };
+        a.bad = twice && std::count_if(a.cells.begin(), a.cells.end(), held) != a.n;
     }
     return found;
 }
@@ -385,6 +401,7 @@ void kvq_evict::restore(
     for (const auto & f : found) { taken.push_back({ &f.second, false, {}, {}, {} }); }
     const auto take = [&](int64_t j) { take_blocks(x, cell, rows, taken[(size_t) j]); };
     kvq_parallel_for((int64_t) taken.size(), n_threads, take);
+    kvq_block_puts puts(x.device, n_threads), map_puts(x.device, n_threads); // pages of slots lie side by side
     size_t next = 0;
     for (const auto & f : found) {
         const arrival & a = f.second;
@@ -399,8 +416,8 @@ void kvq_evict::restore(
         for (int j = 0; !value && ok && i < 0 && j < n_store; j++) { i = page(s, j).used ? -1 : j; }
         if (!ok || i < 0) { continue; }
         if (!a.holed) {
-            x.device.put(x.codes_at(s, i, 0), blocks.codes.data(), blocks.codes.size());
-            x.device.put(x.params_at(s, i, 0), blocks.params.data(), blocks.params.size());
+            puts.add(x.codes_at(s, i, 0), blocks.codes.data(), blocks.codes.size());
+            puts.add(x.params_at(s, i, 0), blocks.params.data(), blocks.params.size());
         }
         for (int h = 0; h < n_head; h++) {
             for (int t = 0; t < page_cells; t++) {
@@ -426,7 +443,10 @@ void kvq_evict::restore(
         p.newest = restored_at[(size_t) s] - std::max(age, 0);
         top[(size_t) s] = std::max(top[(size_t) s], p.generated ? 0 : p.newest);
         set_map(s, i, all->cells.data());
-        put_map(s, i);
+        if (maps_there != maps.data()) {
+            const size_t at = (size_t) (map(s, i, 0) - maps.data());
+            map_puts.add((uint8_t *) (maps_there + at), (const uint8_t *) map(s, i, 0), 4 * all->cells.size());
+        }
         for (size_t j = 0; j < a.cells.size(); j++) {
             if (a.cells[j] < 0) { continue; }
             flags[a.cells[j]] |= (uint8_t) (PARTLY | (a.heads[j] >> 29 & 1 ? OF_PROMPT : 0));
@@ -437,6 +457,8 @@ void kvq_evict::restore(
         }
         arrived[{ s, f.first }] = { i, all };
     }
+    puts.flush();
+    map_puts.flush();
     if (value) { encode_arrived(s, cell, n, rows, left); }
     for (int c = cell; c < cell + n; c++) {
         const uint8_t * of = &left[(size_t) (c - cell) * n_head];

@@ -114,16 +114,22 @@ bool kvq_mark_get(const kvq_mark_rows_view & v, const int * at, int plane, kvq_m
     return from_bytes(b, m);
 }
 
-std::vector<int> kvq_mark_evicted(const kvq_mark_rows_view & v) {
+static bool is_evicted(const uint16_t * row, int head_size) {
+    int d = 0;
+    while (d < head_size && (row[d] | 1) == 0x8001) { d++; }
+    return d == head_size;
+}
+
+std::vector<int> kvq_mark_evicted(const kvq_mark_rows_view & v, int n_threads) {
+    std::vector<uint8_t> is((size_t) v.n);
+    const auto look = [&](int64_t r) {
+        is[(size_t) r] = is_evicted(v.rows + (size_t) r * (size_t) v.width, v.head_size);
+    };
+    kvq_parallel_for(v.n, n_threads, look, 256);
+    for (const auto & x : v.edited) { is[(size_t) x.first] = is_evicted(v.row(x.first), v.head_size); }
     std::vector<int> out;
-    auto next = v.edited.begin();
     for (int r = 0; r < v.n; r++) {
-        while (next != v.edited.end() && next->first < r) { ++next; }
-        const bool is_copy = next != v.edited.end() && next->first == r;
-        const uint16_t * row = is_copy ? v.row(r) : v.rows + (size_t) r * (size_t) v.width;
-        int d = 0;
-        while (d < v.head_size && (row[d] | 1) == 0x8001) { d++; }
-        if (d == v.head_size) { out.push_back(r); }
+        if (is[(size_t) r]) { out.push_back(r); }
     }
     return out;
 }
@@ -187,7 +193,7 @@ bool kvq_mark_stream::add(kvq_mark_rows_view & v, int n_threads) {
     std::vector<int> all((size_t) v.n);
     std::iota(all.begin(), all.end(), 0);
     search(last, all, v, false);
-    search(evicted, kvq_mark_evicted(v), v, true);
+    search(evicted, kvq_mark_evicted(v, n_threads), v, true);
     for (const auto & x : v.edited) { now[(size_t) x.first] = kvq_mark_hash(v.row(x.first), v.width); }
     hashes.insert(hashes.end(), now.begin(), now.end());
     return true;

@@ -51,7 +51,7 @@ void kvq_mark_clear(kvq_mark_rows_view & v, const int * at, int plane);
 bool kvq_mark_get(const kvq_mark_rows_view & v, const int * at, int plane, kvq_mark & m); // false: there is no mark
 
 // Rows that are evicted, or were before they took a mark.
-std::vector<int> kvq_mark_evicted(const kvq_mark_rows_view & v);
+std::vector<int> kvq_mark_evicted(const kvq_mark_rows_view & v, int n_threads = 1);
 
 struct kvq_mark_found {
     kvq_mark mark;
