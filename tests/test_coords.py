@@ -189,18 +189,20 @@ def logits(model: Model, ids: np.ndarray) -> np.ndarray:
     return np.concatenate([rows.copy() for rows in model.feed(ids, outputs=wanted)])
 
 
-def test_coordinates_halve_the_loss(demo_model: Path, sidecar: Path) -> None:
+def test_coordinates_lose_less(demo_model: Path, sidecar: Path, fitted: means.Means, tmp_path: Path) -> None:
     """At the same bits of a long context, and the load line says that they are there."""
+    plain, other = tmp_path / "plain.kvq.gguf", means.without_coordinates(fitted)
+    files.write_sidecar(plain, files.fields(demo_model, other, 4), files.arrays(other))
     size: dict[str, Any] = {"n_ctx": 1024, "n_batch": 64, "n_ubatch": 64}
     with Model(demo_model, "f16", **size) as model:
         ids = np.asarray(model.tokenize(MEANS * 2)[300:1300], np.int32)
         exact = logits(model, ids)
     lost = []
-    for opts in ("bits=2.5", "bits=2.5,coords=0"):
-        with Model(demo_model, "auto", opts, kv_config=sidecar, **size) as model:
+    for data in (sidecar, plain):
+        with Model(demo_model, "auto", "bits=2.25", kv_config=data, **size) as model:
             lost.append(halves.divergence(exact, logits(model, ids)))
-            assert ("12 coordinates a head" in model.load_line) == (opts == "bits=2.5")
-    assert lost[0] < 0.6 * lost[1], lost
+            assert ("12 coordinates a head" in model.load_line) == (data == sidecar)
+    assert lost[0] < 0.8 * lost[1], lost
 
 
 @pytest.mark.parametrize("state", ["rows", "compact"])
@@ -296,6 +298,33 @@ def test_heads_without_halves_have_a_lowest_rung(lib: CDLL) -> None:
     assert native.plan(lib, "auto", opts, shapes, 4096, n_layer_model=4)["bytes_total"] > 0
 
 
+def test_layers_that_stand_alone_have_none(lib: CDLL) -> None:
+    """Those of a sliding window, which the data name."""
+    shapes = [(il, 3, 64, 64) for il in range(4)]
+    size = {}
+    for alone_are in ("none", "0", "0.2", "0.1.2.3"):
+        opts = f"level=3,pairs=sorted,means=on,coords=8,alone={alone_are}"
+        size[alone_are] = native.plan(lib, "auto", opts, shapes, 4096, n_layer_model=4)["bytes_params"]
+    steps = np.diff(list(size.values()))
+    assert steps[0] < 0 and steps[1] == steps[0] and steps[2] == 2 * steps[0], size
+
+
+def test_coordinates_that_do_not_pay_are_left_out(demo_model: Path, fitted: means.Means, tmp_path: Path) -> None:
+    """What loses more at the same bits goes, and whoever asks for coordinates is told."""
+    text = default_means.MORE.read_text(encoding="utf-8")
+    assert halves.with_coordinates(demo_model, fitted, text, 2) is fitted
+    rng = np.random.default_rng(0)
+    wrong = {il: replace(x, read=rng.normal(size=x.read.shape).astype(np.float32)) for il, x in fitted.bases.items()}
+    left = halves.with_coordinates(demo_model, replace(fitted, bases=wrong), text, 2)
+    assert left.coords == 0 and not left.bases and left.climb == fitted.climb_without
+    there = tmp_path / "left.kvq.gguf"
+    files.write_sidecar(there, files.fields(demo_model, left, 4), files.arrays(left))
+    size: dict[str, Any] = {"n_ctx": 512, "n_threads": 2}
+    with Model(demo_model, kv_bits=2.5, kv_opts="coordinates=on", kv_config=there, **size) as model:
+        assert "coordinates lose more than they bring with this model: it has none" in model.load_line
+    assert halves.with_coordinates(demo_model, fitted, "few words", 2) is fitted
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and less text to measure."""
@@ -326,7 +355,7 @@ def test_a_models_first_use_fits_them(
     with pytest.raises(AssertionError, match="plugin -m MODEL --coordinates fits them once.*coordinates=off"):
         alone("llama-completion", *argv, KVQ_OPTS="bits=3.5,coordinates=on", KVQ_CACHE_DIR="/no/such")
     plain = tmp_path / "plain.kvq.gguf"  # the user's own data go first
-    without = replace(fitted, coords=0, bases={}, left={}, climb="none")
+    without = replace(fitted, coords=None, bases={}, left={}, climb="none")
     files.write_sidecar(plain, files.fields(demo_model, without, 4), files.arrays(without))
     with pytest.raises(KvqError, match="hold no coordinates: make them with ggml-kvq calibrate --coords auto"):
         Model(demo_model, kv_bits=2.5, kv_opts="coordinates=on", kv_config=plain, **size)

@@ -33,6 +33,7 @@ struct kvq_calibration {
     };
     std::map<int, layer> layers;
     std::string path, predictor;
+    bool tried_coords = false; // kvq.aqua.coords is there: coordinates lost more than they brought
     // il: a layer of this plan, prev: the one before it in the cache or -1; width_v 0: not known yet; part: a device
     // has some heads of a layer (host/share.cpp)
     bool fits(

@@ -171,10 +171,15 @@ static std::string words_of_data(const kvq_config & config) {
         return "; nothing is known of this model's keys, which costs quality at these bits: ggml-kvq plugin -m MODEL "
                "measures them once";
     }
-    return config.config_from == "measured" ? "; data measured on the model's first use"
-        : config.config_from == "embedded"  ? "; calibrated data in the model's file"
-        : config.config_path.empty()        ? ""
-                                            : "; calibrated data in " + config.config_path;
+    const kvq_options & o = config.options;
+    const std::string none = o.values.count("coords") && o.is("coordinates", "on") && o.num("coords") == 0
+        ? "; coordinates lose more than they bring with this model: it has none"
+        : "";
+    return none +
+        (config.config_from == "measured"          ? "; data measured on the model's first use"
+                : config.config_from == "embedded" ? "; calibrated data in the model's file"
+                : config.config_path.empty()       ? ""
+                                                   : "; calibrated data in " + config.config_path);
 }
 
 std::string kvq_kv_cache::load_line() const {

@@ -282,6 +282,7 @@ kvq_status kvq_calibration_load(
     out = kvq_calibration{};
     out.path = path;
     out.predictor = get_str(f.g, "kvq.aqua.predictor");
+    out.tried_coords = gguf_find_key(f.g, "kvq.aqua.coords") >= 0;
     for (uint32_t il = 0; il < n_layer && il < 4096; il++) {
         kvq_calibration::layer l;
         const std::string base = "kvq.aqua.blk." + std::to_string(il);
@@ -516,7 +517,7 @@ kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model
     for (const auto & l : c->layers) { weight_bits = l.second.k.type == GGML_TYPE_Q4_0 ? 4 : weight_bits; }
     method.settle(config.options, c->predictor.c_str(), weight_bits);
     if (method.most && config.options.is("coordinates", "on") && !config.options.given.count("coords") &&
-        config.options.num("coords") == 0) {
+        config.options.num("coords") == 0 && !c->tried_coords) {
         err = "calibrated data in '" + path +
             "' hold no coordinates: make them with ggml-kvq calibrate --coords auto, or set coordinates=off";
         return KVQ_ERR_CONFIG;

@@ -57,7 +57,7 @@ static const kvq_option_info options[] = {
         "ggml-kvq" },
     { "coordinates", "off|on", "off",
         "on: coords as the data hold them, and where no data hold any the model's first use fits them", "ggml-kvq" },
-    { "alone", "text", "none", "layers that are not predicted, as 5.11.17: those of a cache of too few layers",
+    { "alone", "text", "none", "layers that are not predicted and have no coordinates, as 5.11.17; the data name them",
         "ggml-kvq" },
     { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: as calibrated", "AQUA-KV section 4" },
     KVQ_OPTION_WINDOW("64", "AQUA-KV section 4"),
@@ -223,7 +223,7 @@ static void settle_predictor(kvq_options & o, const std::string & made_for) {
 }
 
 // Layers of a cache share the rows that predictions are made from: 16 bits a key and value of one layer. Where they are
-// few this is more than predictions save.
+// few this is more than predictions save. Layers of a sliding window have bits enough without coordinates.
 static bool stands_alone(const kvq_options & o, int number) {
     return ("." + o.str("alone") + ".").find("." + std::to_string(number) + ".") != std::string::npos;
 }
@@ -241,7 +241,7 @@ static kvq_status plan_coords(
                         : std::string(" cannot go with ") + other + "=" + o.str(other) + ": leave one of them out");
         return KVQ_ERR_OPTION;
     }
-    if (!n || !o.is("means", "on")) { return KVQ_OK; }
+    if (!n || !o.is("means", "on") || stands_alone(o, c.number)) { return KVQ_OK; }
     out.k.coords = n;
     if (const char * why = kvq_lattice_refuse(out.k)) {
         err = "option coords=" + o.str("coords") + ": " + why;

@@ -197,20 +197,21 @@ def _measure(model: str | os.PathLike[str], there: Path, n_threads: int | None, 
 
 
 def _fit_coordinates(model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line) -> None:
-    """Means, and as many coordinates as pay. Whether halves pay is not tried: of what coordinates leave they do.
-    KvqError, OSError.
+    """Means, and as many coordinates as pay, or none. Whether halves pay is not tried: of what coordinates leave they
+    do. KvqError, OSError.
     """
-    from .calibrate import basis, files, means
+    from .calibrate import basis, files, halves, means
 
     size: dict[str, Any] = {
         "n_threads": n_threads,
-        "tick": _Progress(os.path.basename(model), SEQUENCES * LENGTH, line),
+        "tick": _Progress(os.path.basename(model), (SEQUENCES + 3) * LENGTH, line),
     }
     text = "\n".join(path.read_text(encoding="utf-8") for path in (TEXT, MORE))
     fitted = means.fit(
         model, text, n_sequences=SEQUENCES, length=LENGTH, sinks=SINKS, shorten=True, coords=basis.AUTO, **size
     )
     fitted.pairs = "sorted"
+    fitted = halves.with_coordinates(model, fitted, text, **size)
     files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
 
 

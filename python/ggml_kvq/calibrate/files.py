@@ -11,6 +11,7 @@ import errno
 import os
 import struct
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,11 @@ def _order(climb: str) -> dict[str, Any]:
     return {} if climb == "none" else {"kvq.auto.order": climb}
 
 
-def _alone(fit: Fit) -> dict[str, Any]:
+def _alone(layers: Iterable[int], alone: Iterable[int]) -> dict[str, Any]:
     """Option `alone` of method auto: layers by their number among those with attention."""
-    number = {il: str(i) for i, il in enumerate(sorted(fit.layers))}
-    return {"kvq.auto.alone": ".".join(number[il] for il in sorted(fit.alone))} if fit.alone else {}
+    number = {il: str(i) for i, il in enumerate(sorted(layers))}
+    text = ".".join(number[il] for il in sorted(alone))
+    return {"kvq.auto.alone": text} if text else {}
 
 
 def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, Any]:
@@ -135,7 +137,8 @@ def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, 
         "kvq.aqua.tokens": means.n_tokens,
         "kvq.auto.pairs": means.pairs,
         **_order(means.climb if means.pairs == "sorted" else "none"),
-        **({"kvq.auto.coords": means.coords} if means.coords else {}),
+        **({"kvq.auto.coords": means.coords, **_alone(means.mean, means.alone)} if means.coords else {}),
+        **({"kvq.aqua.coords": 0} if means.coords == 0 else {}),  # tried, and not worth their bytes
     }
 
 
@@ -178,7 +181,7 @@ def predictor_fields(path: str | os.PathLike[str], fit: Fit, bits: Bits, sinks: 
         "kvq.aqua.tokens": fit.n_tokens,
         "kvq.auto.pairs": fit.pairs,
         **_order(fit.climb()),
-        **_alone(fit),
+        **_alone(fit.layers, fit.alone),
         **{f"kvq.aqua.blk.{il}.prev": layer.prev for il, layer in fit.layers.items() if layer.prev >= 0},
     }
 

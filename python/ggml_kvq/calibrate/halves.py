@@ -1,4 +1,4 @@
-"""Do keys in halves of rotary pairs (reference/lattice.py) pay in this model?
+"""Do keys in halves of rotary pairs (reference/lattice.py) pay in this model, and coordinates (calibrate/basis.py)?
 
 They do where some pairs matter much more than others (order.py). That is usual, and no law. So before calibrated data
 say that keys may be split, a text is read with both kinds of keys of the same code bits.
@@ -21,11 +21,12 @@ from ..core.model import Model
 from ..errors import KvqError
 from ..evaluate import metrics
 from . import capture, files, ladder
-from .means import Means
+from .means import Means, without_coordinates
 
 LENGTH, BATCH, SINKS = 1024, 128, 4  # tokens that are read, so many at once: rows of a batch see each other exactly
 PREFIX = "kvq-halves-"  # of a folder while keys are compared
 SCORED = 128  # predictions that count, of the second half
+COMPARED = 2.25  # bits at which coordinates have to pay
 RUNGS = {"": 2, "k": 1, "v": 1}  # by side: keys of 2|2, 0|4 and 1|3 bits, values of 2 (reference/auto.py)
 
 Logits = npt.NDArray[np.float32]
@@ -57,6 +58,31 @@ def checked(
     return fitted
 
 
+def with_coordinates(
+    path: str | os.PathLike[str],
+    fitted: Means,
+    text: str,
+    n_threads: int | None = None,
+    tick: capture.Tick | None = None,
+) -> Means:
+    """`fitted`, which has coordinates, or the same without them where these lose less at the same bits. A text that is
+    too short to tell leaves them.
+    """
+    plain, found = without_coordinates(fitted), []
+    opts: dict[str, object] = {"bits": COMPARED, "at": 131072}
+    with _scratch() as inside:
+        try:
+            ids, exact = _exact(path, text, n_threads, tick)
+            for means in (fitted, plain):
+                sidecar = inside / "means.kvq.gguf"
+                files.write_sidecar(sidecar, files.fields(path, means, SINKS), files.arrays(means))
+                with _open(path, "auto", opts, sidecar, n_threads) as model:
+                    found.append(divergence(exact, _logits(model, ids, tick)))
+        except KvqError:
+            return fitted
+    return fitted if found[0] < found[1] else plain
+
+
 def losses(
     path: str | os.PathLike[str],
     fitted: Means,
@@ -74,17 +100,24 @@ def losses(
         sidecar = inside / "means.kvq.gguf"
         data = files.arrays(replace(fitted, pairs="sorted"))  # with the order, if there is one
         files.write_sidecar(sidecar, files.fields(path, fitted, SINKS), data)
-        with _open(path, "upstream", {}, None, n_threads) as model:
-            ids = np.asarray(model.tokenize(text, add_bos=True)[:LENGTH], np.int32)
-            if len(ids) < LENGTH:
-                raise KvqError(f"a text of {len(ids)} tokens is too short to compare keys on; give {LENGTH}")
-            exact = _logits(model, ids, tick)
+        ids, exact = _exact(path, text, n_threads, tick)
         for pairs in ("none", fitted.pairs, *(["sorted"] if len(fitted.order) == layers else [])):
             rungs = ladder.of(pairs)
             opts = rungs.standing(layers, {riser: RUNGS[riser[1]] for riser in rungs.risers(layers)})
             with _open(path, "auto", opts, sidecar, n_threads) as model:
                 found[pairs] = divergence(exact, _logits(model, ids, tick))
     return found
+
+
+def _exact(
+    path: str | os.PathLike[str], text: str, n_threads: int | None, tick: capture.Tick | None
+) -> tuple[npt.NDArray[np.int32], Logits]:
+    """Tokens that caches are compared on, and logits behind llama.cpp's f16 cache. KvqError: the text is too short."""
+    with _open(path, "upstream", {}, None, n_threads) as model:
+        ids = np.asarray(model.tokenize(text, add_bos=True)[:LENGTH], np.int32)
+        if len(ids) < LENGTH:
+            raise KvqError(f"a text of {len(ids)} tokens is too short to compare keys on; give {LENGTH}")
+        return ids, _logits(model, ids, tick)
 
 
 @contextlib.contextmanager

@@ -10,14 +10,14 @@ import os
 import resource
 import time
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .. import files, memory
+from .. import files, gguf_header, memory
 from ..errors import KvqError
 from ..progress import Line
 from ..reference.auto import COORD_KEYS, SORTED_KEYS
@@ -54,8 +54,9 @@ class Means:
     keys and values; rms[il] = root mean square of the rows; pairs: how keys are to be split, one of
     capture.SPLITS or "sorted"; order[il] = (channel, gain), f32 [width] each: how they can be sorted (order.py);
     climb: option `order` of method auto with sorted keys, in which their layers rise, "none" where it is not known;
-    losses: divergence by `pairs`, where it was tried (halves.py); coords: option of method auto; bases[il]: where it is
-    not 0; left[il]: as order, of what coordinates leave of keys.
+    losses: divergence by `pairs`, where it was tried (halves.py); coords: option of method auto, None where they were
+    not asked for; alone: layers that have no coordinates; bases[il]: of the others; left[il]: as order, of what
+    coordinates leave of keys; climb_without: as climb, without coordinates.
     """
 
     mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
@@ -64,8 +65,10 @@ class Means:
     pairs: str = "none"
     order: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     climb: str = "none"
+    climb_without: str = "none"
     losses: dict[str, float] = field(default_factory=dict)
-    coords: int = 0
+    coords: int | None = None
+    alone: list[int] = field(default_factory=list)
     bases: dict[int, Bases] = field(default_factory=dict)
     left: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     n_tokens: int = 0
@@ -157,9 +160,14 @@ def fit(
         seconds=time.monotonic() - started,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
-    known = _known(shapes, sums, met, n, n_sequences, turned, coords) if coords else {}
-    out.coords = enough(list(known.values())) if coords == AUTO else coords
+    windowed = _windowed(path, groups) if coords else set()
+    out.alone = [il for il, *_ in shapes if il in windowed]
+    others = [x for x in shapes if x[0] not in windowed]
+    known = _known(others, sums, met, n, n_sequences, turned, coords) if coords else {}
+    n_coords = enough(list(known.values())) if coords == AUTO else coords
+    out.coords = n_coords if coords else None
     errors: dict[int, list[float]] = {}
+    without: dict[int, list[float]] = {}
     remains: dict[int, float] = {}  # share of values' energy that coordinates leave
     for ordinal, (il, heads, size, _) in enumerate(shapes):
         mean_k, mean_v = (sums[il, v].total / n for v in (0, 1))
@@ -175,24 +183,43 @@ def fit(
             queries = (met[il] / n_sequences).reshape(heads, size)
             order = sorted_keys(keys, queries, turned)
             out.order[il] = (order[0].reshape(-1), order[1].reshape(-1))
-            if coords:
+            without[ordinal] = logit_errors(keys, queries, turned, SORTED_KEYS)
+            if il in known:
                 energy = sums[il, 1].square / n - mean_v**2
                 cross = sums[il, 1].product / n - np.outer(mean_k, mean_v)
-                found = fit_bases(known[il][0], known[il][1], heads * out.coords - 2, cross, energy)
+                found = fit_bases(known[il][0], known[il][1], heads * n_coords - 2, cross, energy)
                 out.bases[il] = found
                 keys = found.keys.left.reshape(heads, size)
                 order = sorted_keys(keys, queries, turned)
                 out.left[il] = (order[0].reshape(-1), order[1].reshape(-1))
                 remains[ordinal] = float(found.values.left.sum() / max(energy.sum(), 1e-30))
-            errors[ordinal] = logit_errors(keys, queries, turned, COORD_KEYS if coords else SORTED_KEYS)
+            errors[ordinal] = logit_errors(keys, queries, turned, COORD_KEYS) if coords else without[ordinal]
     if len(errors) == len(shapes):
-        rungs = ladder.of("sorted", bool(coords))
-        out.climb = rungs.text(
-            ladder.climb_evenly(
-                ladder.estimated(errors, {il: ladder.VALUES * x for il, x in remains.items()}), rungs, groups
-            )
-        )
+        out.climb = _climb(errors, remains, bool(coords), groups)
+        out.climb_without = _climb(without, {}, False, groups)
     return out
+
+
+def without_coordinates(fitted: Means) -> Means:
+    """The same means, whose keys and values have none."""
+    return replace(fitted, coords=0, alone=[], bases={}, left={}, climb=fitted.climb_without)
+
+
+def _climb(
+    errors: Mapping[int, Sequence[float]], remains: Mapping[int, float], coords: bool, groups: Sequence[set[int]]
+) -> str:
+    """Means.climb. remains: of layers with coordinates, the share of values' energy that these leave."""
+    rungs = ladder.of("sorted", coords)
+    damage = ladder.estimated(errors, {il: ladder.VALUES * x for il, x in remains.items()})
+    return rungs.text(ladder.climb_evenly(damage, rungs, groups))
+
+
+def _windowed(path: str | os.PathLike[str], groups: Sequence[set[int]]) -> set[int]:
+    """Layers of a sliding window beside others, which coordinates are not worth their bytes for: so few cells count
+    little among all bits, and have more for each.
+    """
+    layers = gguf_header.window(gguf_header.read(path))[1]
+    return (layers or set()) if len(groups) > 1 else set()
 
 
 def _known(

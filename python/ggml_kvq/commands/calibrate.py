@@ -158,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_means(args: argparse.Namespace, model: Path, out: Path, text: str) -> int:
     from ..calibrate import files, halves, means
+    from ..calibrate.basis import AUTO
 
     checkpoint = out.with_name(out.name + ".partial.npz")
     fitted = means.fit(
@@ -176,13 +177,19 @@ def run_means(args: argparse.Namespace, model: Path, out: Path, text: str) -> in
         fitted = halves.checked(model, fitted, text, args.threads)
     elif fitted.pairs != "none":
         fitted.pairs = "sorted"  # of what coordinates leave, fast pairs are no noise
+        if args.coords == AUTO:
+            fitted = halves.with_coordinates(model, fitted, text, args.threads)
     files.write_sidecar(out, files.fields(model, fitted, args.sinks), files.arrays(fitted))
     checkpoint.unlink(missing_ok=True)
     print(f"{'layer':>5} {'K energy in means':>18} {'V energy in means':>18}")
     for il, (k, v) in fitted.removed.items():
         print(f"{il:>5} {100 * k:>17.1f}% {100 * v:>17.1f}%")
-    if fitted.coords:
-        print(f"{fitted.coords} coordinates a head")
+    if fitted.coords is not None:
+        print(
+            f"{fitted.coords} coordinates a head"
+            if fitted.coords
+            else "no coordinates: they lost more than they brought"
+        )
     print(f"{out}: {fitted.n_tokens} tokens in {fitted.seconds:.0f} s, peak memory {fitted.peak_mib:.0f} MiB")
     print(next_commands(args, model, out))
     return 0

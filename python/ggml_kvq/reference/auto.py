@@ -133,7 +133,7 @@ class Auto(LatticeMethod):
         plan = super().plan(ordinal, n_layer, shape, prev)
         self.o = given
         plan = replace(plan, mean=self.o["means"] == "on")
-        if plan.mean:
+        if plan.mean and str(ordinal) not in self.o["alone"].split("."):
             plan = replace(plan, k=replace(plan.k, codec=plan.k.codec.with_(coords=self.o["coords"])))
         if halves:
             split = SPLIT_NEOX if self.o["pairs"] == "neox" and not sorts else SPLIT_NORM
