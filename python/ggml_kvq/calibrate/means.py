@@ -113,9 +113,8 @@ def fit(
             FORMAT,
         ]
     )
-    need = 24 * sum((h * dk) ** 2 + h * dk * h * dv for _, h, dk, dv in shapes) if coords else 0
-    if need > memory.available() > 0:
-        raise KvqError(f"coordinates need {need / 2**30:.1f} GiB of memory here; leave --coords out")
+    if coords:
+        _check_memory(shapes)
     sums = {
         (il, v): Moments.of(h * (dv if v else dk), h * dk * bool(coords)) for il, h, dk, dv in shapes for v in (0, 1)
     }
@@ -212,6 +211,13 @@ def _climb(
     rungs = ladder.of("sorted", coords)
     damage = ladder.estimated(errors, {il: ladder.VALUES * x for il, x in remains.items()})
     return rungs.text(ladder.climb_evenly(damage, rungs, groups))
+
+
+def _check_memory(shapes: Sequence[tuple[int, int, int, int]]) -> None:
+    """KvqError where the sums that coordinates are fitted on do not fit."""
+    need = 24 * sum((h * dk) ** 2 + h * dk * h * dv for _, h, dk, dv in shapes)
+    if need > memory.available() > 0:
+        raise KvqError(f"coordinates need {need / 2**30:.1f} GiB of memory here; leave --coords out")
 
 
 def _windowed(path: str | os.PathLike[str], groups: Sequence[set[int]]) -> set[int]:
