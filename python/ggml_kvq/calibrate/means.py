@@ -101,18 +101,8 @@ def fit(
     """
     started = time.monotonic()
     shapes = capture.layers(path)
-    key = json.dumps(
-        [
-            *capture.stamp(path),
-            hashlib.sha256(text.encode()).hexdigest(),
-            n_sequences,
-            length,
-            sinks,
-            seed,
-            coords,
-            FORMAT,
-        ]
-    )
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    key = json.dumps([*capture.stamp(path), digest, n_sequences, length, sinks, seed, coords, FORMAT])
     if coords:
         _check_memory(shapes)
     sums = {
