@@ -496,22 +496,29 @@ void kvq_end_step(kvq_backend_context & b, const kvq_step & step, kvq_run how) {
     }
 }
 
+bool kvq_states_are_whole(const kvq_step & step) {
+    for (kvq_kv_cache * cache : step.caches) {
+        if (cache->refused) { return false; }
+        kvq_arrivals & in = cache->arrivals;
+        if (!in.blob.empty()) { // the last tensor of a state
+            in.damage = kvq_state_missing(in);
+            kvq_report_error(in.damage);
+            cache->refused = true;
+            return false;
+        }
+        in.reset(); // whatever state came in is complete
+    }
+    return true;
+}
+
 ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how) {
     if (!step.why_not.empty()) {
         kvq_report_error(step.why_not);
         return GGML_STATUS_FAILED;
     }
     if (!kvq_has_sealed(b, step.caches) || !kvq_seal_overdue(b, step)) { return GGML_STATUS_ALLOC_FAILED; }
+    if (!kvq_states_are_whole(step)) { return GGML_STATUS_FAILED; }
     for (kvq_kv_cache * cache : step.caches) {
-        if (cache->refused) { return GGML_STATUS_FAILED; }
-        kvq_arrivals & in = cache->arrivals;
-        if (!in.blob.empty()) { // the last tensor of a state
-            in.damage = kvq_state_missing(in);
-            kvq_report_error(in.damage);
-            cache->refused = true;
-            return GGML_STATUS_FAILED;
-        }
-        in.reset(); // whatever state came in is complete
         if (b.inner) { kvq_cuda_use_stream(*cache, b.stream); }
     }
     if (!b.inner) { return kvq_compute_whole(b, graph, step); }

@@ -54,6 +54,8 @@ static inline bool kvq_records(kvq_run how) { return how == kvq_run::RECORD || h
 kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph);
 // Rows that no attention has read, of layers that this step writes (cache.h); false: out of memory, and told.
 bool kvq_seal_overdue(kvq_backend_context & b, const kvq_step & step);
+// No batch is computed on a state that was refused or lacks rows.
+bool kvq_states_are_whole(const kvq_step & step);
 ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how);
 // whole_graph.cpp, on the CPU: all parts as one graph of ggml's CPU backend
 ggml_status kvq_compute_whole(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step);

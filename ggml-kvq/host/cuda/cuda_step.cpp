@@ -314,6 +314,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         kvq_observes_queries()) { // the first run brings every buffer to its size
         return kvq_run_step(b, graph, s.step, node_by_node);
     }
+    if (!kvq_states_are_whole(s.step)) { return GGML_STATUS_FAILED; }
     kvq_cuda_step::recording * r = &s.seen;
     bool ok = true, ready = false;
     if (replay) {
