@@ -5,6 +5,7 @@ build.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -120,6 +121,17 @@ def is_one_text(*texts: str) -> bool:
     """
     short, long = min(texts, key=len), max(texts, key=len)
     return len(long) - len(short) <= 24 and all(t.startswith(short) for t in texts)
+
+
+def run_until_said(words: str, argv: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program of llama.cpp until its output has `words`, or it fails: its log thread drops the last lines when the
+    process ends on a busy machine.
+    """
+    for _ in range(6):
+        done = subprocess.run(argv, capture_output=True, text=True, **options)
+        if done.returncode or re.search(words, done.stdout + done.stderr):
+            break
+    return done
 
 
 def run_python(

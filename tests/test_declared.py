@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
+import test_sliding_windows
+from conftest import ROOT, run_until_said
 from ggml_kvq import Model, _paths, gguf_header, methods
 from ggml_kvq.core import native
 from ggml_kvq.declared import smallest
@@ -28,14 +29,13 @@ ROW = {"q4_0": 18, "iq4_nl": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
 
 
 def perplexity(
-    text: Path, *args: str | Path, ours: bool = True, env: dict[str, str] | None = None
+    text: Path, *args: str | Path, ours: bool = True, env: dict[str, str] | None = None, model: Path = DEMO
 ) -> subprocess.CompletedProcess[str]:
     more = {"GGML_BACKEND_PATH": str(_paths.backend())} if ours else {}
     device = ["-dev", "KVQ0"] if ours else []
-    argv = [_paths.program("llama-perplexity"), "-m", DEMO, "-f", text, "-b", "512", "-t", "2", *device, *args]
-    return subprocess.run(
-        [str(x) for x in argv], env={**os.environ, **more, **(env or {})}, capture_output=True, text=True, timeout=300
-    )
+    argv = [_paths.program("llama-perplexity"), "-m", model, "-f", text, "-b", "512", "-t", "2", *device, *args]
+    said = "Final estimate: PPL" if "--kl-divergence" not in args else r"Mean\s+KLD"
+    return run_until_said(said, [str(x) for x in argv], env={**os.environ, **more, **(env or {})}, timeout=300)
 
 
 def final(r: subprocess.CompletedProcess[str], words: str = "Final estimate: PPL") -> float:
@@ -102,6 +102,15 @@ def test_without_a_method_the_declared_type_chooses_and_is_closer_than_upstream(
     size = re.search(r"([\d.]+) MiB KV cache instead", line)
     declared = re.search(r"declared q4_0: 4.50 bits a value, ([\d.]+) MiB, for which auto has chosen", line)
     assert size and declared and float(size[1]) <= float(declared[1]), line
+
+
+@pytest.mark.parametrize("n_ctx", [512, 4096])
+def test_no_cache_takes_more_than_is_declared(n_ctx: int, text: Path, tmp_path: Path) -> None:
+    """A sliding window's cache has 768 cells, of which the usual f16 window took more than the declared bits allow."""
+    model = test_sliding_windows.gemma3(DEMO, tmp_path / "windows.gguf", 3)
+    r = perplexity(text, "-c", str(n_ctx), "--chunks", "1", "-ctk", "q4_0", "-ctv", "q4_0", model=model)
+    sizes = re.findall(r"([\d.]+) MiB KV cache instead of.*declared q4_0: 4.50 bits a value, ([\d.]+) MiB", r.stderr)
+    assert len(sizes) == 2 and sum(float(x) for x, _ in sizes) <= sum(float(x) for _, x in sizes), sizes
 
 
 @pytest.mark.parametrize("declared", ["q4_0", "q8_0"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_sliding_windows
-from conftest import ROOT
+from conftest import ROOT, run_until_said
 from ggml_kvq import _paths
 from test_aqua import sidecar  # noqa: F401
 from test_weights_means import biased
@@ -22,7 +22,9 @@ PROMPT = ROOT / "examples" / "prompt.txt"  # 346 tokens
 ONE, LAYERS, HEADS = ["-dev", "KVQ0"], ["-dev", "KVQ0,KVQ1", "-sm", "layer"], ["-dev", "KVQ0,KVQ1", "-sm", "tensor"]
 
 
-def start(program: str, model: Path, method: str, *args: str, options: str = "") -> subprocess.CompletedProcess[str]:
+def start(
+    program: str, model: Path, method: str, *args: str, options: str = "", said: str = ""
+) -> subprocess.CompletedProcess[str]:
     env = {
         **os.environ,
         "GGML_BACKEND_PATH": str(_paths.backend()),
@@ -33,12 +35,12 @@ def start(program: str, model: Path, method: str, *args: str, options: str = "")
         "GGML_NO_BACKTRACE": "1",
     }
     argv = [str(_paths.program(program)), "-m", str(model), "-fa", "on", "-t", "1", *args]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return run_until_said(said, argv, env=env, timeout=120)
 
 
 def perplexity(method: str, *devices: str, options: str = "", model: Path = DEMO) -> float:
     text = ["-f", str(TEXT), "-c", "512", "--chunks", "2", "-ub", "128"]
-    done = start("llama-perplexity", model, method, *text, *devices, options=options)
+    done = start("llama-perplexity", model, method, *text, *devices, options=options, said="PPL = ")
     found = re.search(r"PPL = ([\d.]+)", done.stdout + done.stderr)
     assert done.returncode == 0 and found, done.stderr[-2000:]
     found_on = set(re.findall(r"^ggml-kvq: .* device (KVQ\d)", done.stderr, re.MULTILINE))
@@ -84,8 +86,9 @@ def test_each_device_takes_the_means_of_its_heads(tmp_path: Path) -> None:
     assert start("llama-perplexity", twin, "f16", *text, *ONE).returncode == 0
 
     def divergence(devices: list[str]) -> float:
-        done = start("llama-perplexity", twin, "auto", *text, "--kl-divergence", *devices, options="bits=2.25")
-        found = re.search(r"Mean\s+KLD:\s+([\d.]+)", done.stdout + done.stderr)
+        args, said = [*text, "--kl-divergence", *devices], r"Mean\s+KLD:\s+([\d.]+)"
+        done = start("llama-perplexity", twin, "auto", *args, options="bits=2.25", said=said)
+        found = re.search(said, done.stdout + done.stderr)
         assert found, done.stderr[-2000:]
         return float(found[1])
 

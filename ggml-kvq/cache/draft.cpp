@@ -47,11 +47,13 @@ kvq_cache_before kvq_cache_draft::as_before() const {
 }
 
 // Without a method, options of the one that fits itself to bits. They count in this cache, window and tables included:
-// that is what the declared type allows. In a shorter one the f16 window alone takes most of them.
+// that is what the declared type allows. The f16 window of a short one is short, too: else it takes most of the bits,
+// and below AT_LEAST cells it does so at any length.
 static std::string options_for(const kvq_declared & declared, int n_cells) {
-    constexpr int AT_LEAST = 2048;
+    constexpr int AT_LEAST = 512, SHORT = 2048;
     char text[64];
-    snprintf(text, sizeof(text), "bits=%.6g,at=%d", declared.bits(), std::max(n_cells, AT_LEAST));
+    snprintf(text, sizeof(text), "bits=%.6g,at=%d%s", declared.bits(), std::max(n_cells, AT_LEAST),
+        n_cells < SHORT ? ",window=32" : "");
     return text;
 }
 
@@ -181,7 +183,7 @@ bool kvq_cache_draft::add_known(
 
 double kvq_cache_draft::more_bits(const kvq_draft_layer & d) const {
     const int n = model.n_attention() - (int) before.layers.size(); // layers of this cache
-    if (!model.window || before.model.empty() || before.model != config.model_path || before.windowed || n < 1) {
+    if (!fitted_to.empty() || !model.window || before.model.empty() || before.model != config.model_path || before.windowed || n < 1) {
         return 0;
     }
     return kvq_more_bits(
