@@ -60,10 +60,13 @@ CACHES = [
     ("auto-2.75", "KVQ0", "f16", "auto", "bits=2.75"),
     ("auto-3.5", "KVQ0", "f16", "auto", "bits=3.5"),
     ("auto-4.25", "KVQ0", "f16", "auto", "bits=4.25"),
+    ("auto-2.25 coordinates", "KVQ0", "f16", "auto", "bits=2.25,coordinates=on"),
+    ("auto-1.75 coordinates", "KVQ0", "f16", "auto", "bits=1.75,coordinates=on"),
     ("auto-2.25 alone", "KVQ0", "f16", "auto", "bits=2.25,means=off"),  # as of a model without data
 ]
 PLACED = ("kivi", "xquant", "higgs", "aqua", "zipcache", "minikv", "auto")  # option place is that of sealed blocks
 MEANS = ("aqua", "auto")  # methods that take calibrated means
+COORDS = 10  # a head's share of a layer's coordinates
 # Many sequences and drafts: arguments of bench_batch behind MODEL and DEVICE.
 LOADS = {
     "drafts": [
@@ -165,9 +168,9 @@ def write_model(path: Path, shape: Shape) -> None:
     w.close()
 
 
-def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> None:
+def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool, coords: bool) -> None:
     """Calibrated data for it: means, an order of keys' pairs with gains and, if asked for, predictors of random q4_0
-    blocks that keep rows at about half their size.
+    blocks that keep rows at about half their size, or random axes of coordinates.
     """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
     from ggml_kvq.calibrate import files
@@ -180,6 +183,7 @@ def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> No
         **files.identity(model),
         "kvq.aqua.predictor": "full" if predictors else "bias",
         "kvq.auto.pairs": "sorted",
+        **({"kvq.auto.coords": COORDS} if coords else {}),
     }
     data: dict[str, np.ndarray] = {}
     for i in filter(shape.attends, range(shape.layers)):
@@ -188,6 +192,12 @@ def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> No
         pairs = [2 * rng.permutation(shape.head_size // 2) for _ in range(shape.heads_kv)]  # rotary: 2p, 2p + 1
         data[f"kvq.aqua.blk.{i}.k.order"] = np.asarray(np.concatenate(pairs).repeat(2) + np.arange(kv) % 2, np.float32)
         data[f"kvq.aqua.blk.{i}.k.gain"] = np.exp2(rng.uniform(-1, 1, kv // 2)).repeat(2).astype(np.float32)
+        if coords:
+            at, n = f"kvq.aqua.blk.{i}", COORDS * shape.heads_kv - 2
+            for name in ("order", "gain"):
+                data[f"{at}.k.left.{name}"] = data[f"{at}.k.{name}"]
+            for name in ("k.axes", "k.read", "v.axes"):
+                data[f"{at}.{name}"] = (rng.standard_normal((n, kv)) / kv**0.5).astype(np.float32)
         for name, inputs in (("k.weight", kv), ("v.weight", 2 * kv), ("v.fold", 2 * kv)):
             if i and predictors:
                 blocks = rng.integers(0, 256, (kv, inputs // 32, 18), dtype=np.uint8)
@@ -280,8 +290,9 @@ def files_of(a: argparse.Namespace, shape: Shape, chosen: list[Cache]) -> tuple[
         write_model(model, shape)
     sidecar = model.with_suffix(".aqua.gguf")
     predicted = not shape.hybrid and any(c[3] == "aqua" and "bias" not in c[4] for c in chosen)
+    coords = not shape.hybrid and not predicted and any("coordinates" in c[0] for c in chosen)
     if not sidecar.exists() and any(c[3] in MEANS for c in chosen):
-        write_sidecar(model, sidecar, shape, predicted)
+        write_sidecar(model, sidecar, shape, predicted, coords)
     return model, sidecar
 
 

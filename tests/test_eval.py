@@ -6,7 +6,6 @@ import hashlib
 import json
 import random
 import re
-import subprocess
 from pathlib import Path
 
 import numpy as np

@@ -71,9 +71,8 @@ bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) 
         return false;
     }
     if (config.is_instead) { fitted_to = declared.name; }
-    if (beside_host && config.options.values.count("coords")) { // the CPU alone reads them
-        config.options.values["coords"] = "0";
-        config.options.values["coordinates"] = "off";
+    if (beside_host && config.options.values.count("coords") && !config.options.is("coordinates", "on")) {
+        config.options.values["coords"] = "0"; // read slowly there: nothing takes them unless asked
     }
     predicts = model.n_layer_nextn > 0 && il >= model.n_layer - model.n_layer_nextn;
     if (predicts && kvq_draft_asked()) {
@@ -183,7 +182,8 @@ bool kvq_cache_draft::add_known(
 
 double kvq_cache_draft::more_bits(const kvq_draft_layer & d) const {
     const int n = model.n_attention() - (int) before.layers.size(); // layers of this cache
-    if (!fitted_to.empty() || !model.window || before.model.empty() || before.model != config.model_path || before.windowed || n < 1) {
+    if (!fitted_to.empty() || !model.window || before.model.empty() || before.model != config.model_path ||
+        before.windowed || n < 1) {
         return 0;
     }
     return kvq_more_bits(

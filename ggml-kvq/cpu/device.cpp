@@ -104,6 +104,10 @@ public:
         }
     }
 
+    void take_coords(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, const kvq_row_transform * x,
+        int n_threads) override {
+        kvq_cpu_take_coords(l, n, tiles, x, n_threads);
+    }
     void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
         const kvq_row_transform * x, int n_threads) override {
         kvq_cpu_take_out(l, n, tiles, out, x, n_threads);

@@ -3,6 +3,7 @@
 #include "engine/host.h"
 #include "engine/tags.h"
 #include "kernels.h"
+#include "types/lattice.h"
 
 #include <algorithm>
 #include <cstring>
@@ -67,6 +68,20 @@ void rows_of_head(
     }
 }
 
+// What the coordinates of a page say, in the place of predictions
+struct said_rows {
+    std::vector<float> rows;
+    void take(const kvq_lane_layout & l, kvq_row_transform & x) {
+        if (!x.basis) { return; }
+        rows.resize((size_t) l.page_cells * (size_t) x.basis->width);
+        const kvq_coord_pairs<const uint8_t> pairs =
+            kvq_coords_in(*x.keys, kvq_lattice_nb_params(*x.keys), (const uint8_t *) x.coords);
+        kvq_basis_decode(*x.basis, pairs, rows.data());
+        x.pred = rows.data();
+        x.pred_stride = (size_t) x.basis->width;
+    }
+};
+
 } // namespace
 
 void kvq_cpu_turns(const kvq_lane_layout & l, const kvq_row_transform & x, bool back, kvq_row_turns & out) {
@@ -112,9 +127,11 @@ void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const *
     const kvq_row_transform * x, int n_threads) {
     kvq_parallel_for(n, n_threads, [&](int64_t i) {
         kvq_row_turns turns;
+        said_rows said;
         kvq_row_transform of = x[i];
         kvq_cpu_turns(l, of, false, turns);
         of.turns = &turns;
+        said.take(l, of);
         memcpy(out[i], tiles[i], l.nb_frame);
         for (int h = 0; h < l.n_head; h++) {
             rows_of_head(l, h, of, false, out[i] + h * l.nb_tile_head / 2, l.head_stride());
@@ -122,11 +139,12 @@ void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const *
     });
 }
 
-void kvq_cpu_take_coords(const kvq_lane_layout & l, const kvq_basis & b, int n, const uint16_t * const * tiles,
-    const kvq_row_transform * x, uint8_t * const * params, float * said, int n_threads) {
-    const size_t D = (size_t) l.codec.head_size, cells = (size_t) l.page_cells, width = (size_t) b.width;
+void kvq_cpu_take_coords(
+    const kvq_lane_layout & l, int n, const uint16_t * const * tiles, const kvq_row_transform * x, int n_threads) {
     kvq_parallel_for(n, n_threads, [&](int64_t i) {
-        kvq_row_transform of = { x[i].mean, x[i].rotary, x[i].positions, nullptr, nullptr, 0, nullptr, nullptr };
+        const kvq_basis & b = *x[i].basis;
+        const size_t D = (size_t) l.codec.head_size, cells = (size_t) l.page_cells, width = (size_t) b.width;
+        kvq_row_transform of = { x[i].mean, x[i].rotary, x[i].positions };
         kvq_row_turns turns;
         kvq_cpu_turns(l, of, false, turns);
         of.turns = &turns;
@@ -139,18 +157,18 @@ void kvq_cpu_take_coords(const kvq_lane_layout & l, const kvq_basis & b, int n, 
                 kvq_cpu_f16_to_f32(head + t * (size_t) l.head_stride(), &rows[t * width + (size_t) h * D], (int64_t) D);
             }
         }
-        kvq_basis_encode(b, kvq_coords_in(l.codec, l.nb_params, params[i]), rows.data());
-        kvq_basis_decode(
-            b, kvq_coords_in(l.codec, l.nb_params, (const uint8_t *) params[i]), said + (size_t) i * cells * width);
+        kvq_basis_encode(b, kvq_coords_in(l.codec, l.nb_params, x[i].coords), rows.data());
     });
 }
 
 void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) {
     const size_t stride = (size_t) l.head_stride(), head = l.nb_tile_head / 2;
     kvq_row_turns turns;
+    said_rows said;
     kvq_row_transform of = x;
     kvq_cpu_turns(l, of, true, turns);
     of.turns = &turns;
+    said.take(l, of);
     for (int h = 0; h < l.n_head; h++) { rows_of_head(l, h, of, true, tile + h * head, (int) stride); }
     for (int t = 0; x.rotary && t < l.page_cells; t++) { kvq_tag_put(l, tile + t * stride, head, x.positions[t]); }
 }

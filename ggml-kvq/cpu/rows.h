@@ -4,6 +4,9 @@
 #include "engine/engine.h"
 
 // rows.cpp
+// coordinates of tiles as they came, into x[i].coords
+void kvq_cpu_take_coords(
+    const kvq_lane_layout & l, int n, const uint16_t * const * tiles, const kvq_row_transform * x, int n_threads);
 void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
     const kvq_row_transform * x, int n_threads);
 void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x);

@@ -5,8 +5,8 @@
 // heads. For grids of 2, 4 or 8 channels, head sizes that are multiples of 8.
 #pragma once
 
+#include "coords.cuh"
 #include "lattice.cuh"
-#include "turn.cuh"
 
 template <int LANES, int Q> struct quads {
     static constexpr int ROWS = 32 / LANES, BUFFER = 128 * Q; // rows at a time; floats of a warp's row buffer
@@ -175,6 +175,20 @@ template <int LANES, int Q> struct quads {
             x[q][1] = v.y;
             x[q][2] = v.z;
             x[q][3] = v.w;
+        }
+    }
+    // and what the coordinates of the cell say of head h
+    static __device__ __forceinline__ void add_said(
+        const kvq_device_basis & b, const uint32_t * words, float scale, int h, bool valid, int n, row & x) {
+#pragma unroll
+        for (int q = 0; q < Q; q++) {
+            if (valid && channel(q) < n) {
+                const float4 v = said4(b, words, scale, h * n + channel(q));
+                x[q][0] += v.x;
+                x[q][1] += v.y;
+                x[q][2] += v.z;
+                x[q][3] += v.w;
+            }
         }
     }
     // Keys in one block, as they were before their gains; back: [head][n] or NULL (kvq_order)

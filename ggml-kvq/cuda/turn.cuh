@@ -14,11 +14,20 @@ struct kvq_device_order { // kvq_order in device memory, with the gains of one w
     const float * gain;
 };
 
+struct kvq_device_basis { // kvq_basis in device memory, as rows are read from it; n 0: cells have no coordinates
+    int n, width;
+    int each, n_cells;    // of a page of keys: pairs of a head, cells
+    size_t nb_params, at; // of a head's block: bytes of parameters, and where among them the pairs begin
+    const int8_t * out;
+    const float * step;
+};
+
 struct kvq_turn {
     const float * mean; // [head][head size]; NULL: no mean
     kvq_device_rotary rotary;
     const int32_t *positions, *sealed; // of cells; sealed NULL: before rotary embedding
     kvq_device_order back;             // from a block's order to the head's; keys in one block: gains alone
+    kvq_device_basis basis;            // of this lane; each page of keys holds the coordinates
     bool leaves_out() const { return mean || rotary.n || back.gain; }
 };
 
@@ -81,14 +90,19 @@ static __device__ __forceinline__ void sort_row(
     }
 }
 
-// this lane's means of head h, turned to pos when the row stays where it was sealed
+// This lane's means of head h. When the row stays where it was sealed, what is predicted joins them, and both are
+// turned to pos.
 template <int N>
 static __device__ __forceinline__ void mean_row(
-    const kvq_turn & a, int head_size, int h, bool stays, int32_t pos, float * row, float (&mu)[N]) {
+    const kvq_turn & a, int head_size, int h, bool stays, int32_t pos, float * row, float (&mu)[N], float (&pred)[N]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < N; i++) {
         mu[i] = a.mean && 32 * i + lane < head_size ? a.mean[(size_t) h * head_size + 32 * i + lane] : 0.0f;
+        if (a.mean && stays) {
+            mu[i] = mu[i] + pred[i];
+            pred[i] = 0.0f;
+        }
     }
     if (a.mean && stays) { turn_row<N>(a.rotary, pos, false, row, mu); }
 }
@@ -96,17 +110,14 @@ static __device__ __forceinline__ void mean_row(
 // kvq_transform::restore of the row of a cell; pred: what is predicted of this head
 template <int N>
 static __device__ __forceinline__ void restore_row(
-    const kvq_turn & a, int head_size, int h, int cell, float * row, float (&x)[N], const float * pred = nullptr) {
-    const int lane = threadIdx.x % 32;
+    const kvq_turn & a, int head_size, int h, int cell, float * row, float (&x)[N], float (&pred)[N]) {
     const bool turns = a.rotary.n != 0;
     const int32_t pos = turns ? a.positions[cell] : 0, was = turns && a.sealed ? a.sealed[cell] : 0;
     const bool stays = turns && a.sealed && was == pos;
     if (turns && a.sealed && !stays) { turn_row<N>(a.rotary, was, true, row, x); }
     float mu[N];
-    mean_row<N>(a, head_size, h, stays, pos, row, mu);
+    mean_row<N>(a, head_size, h, stays, pos, row, mu, pred);
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-        x[i] = (x[i] + (pred && 32 * i + lane < head_size ? pred[32 * i + lane] : 0.0f)) + mu[i];
-    }
+    for (int i = 0; i < N; i++) { x[i] = (x[i] + pred[i]) + mu[i]; }
     if (turns && !stays) { turn_row<N>(a.rotary, pos, false, row, x); }
 }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "layout.h"
+#include "types/basis.h"
 #include "types/predictor.h"
 
 #include <vector>
@@ -67,6 +68,11 @@ struct kvq_row_transform {               // what sealed rows of a page lack (pol
     size_t pred_stride = 0;
     const kvq_order * order = nullptr;            // host memory that stays; NULL: channels stay where they are
     const struct kvq_row_turns * turns = nullptr; // what the host has ready for all heads (host.h); else NULL
+    // Instead of predictions, what the coordinates of the page's cells say. basis: host memory that stays; NULL: they
+    // have none. keys: the codec of those blocks whose parameters, from the first head's on, hold them.
+    const kvq_basis * basis = nullptr;
+    const kvq_codec * keys = nullptr;
+    uint8_t * coords = nullptr;
 };
 
 // Rows in 8 bits (types/predictor.h): x = row * scale. row NULL: such rows are not made.
@@ -112,6 +118,9 @@ class kvq_transform_engine {
 public:
     // n tiles as they are sealed; pointers of x: the device's memory, mean and rotary the host's
     virtual void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
+        const kvq_row_transform * x, int n_threads) = 0;
+    // Of keys, before that: the coordinates of n tiles go to x[i].coords.
+    virtual void take_coords(const kvq_lane_layout & l, int n, const uint16_t * const * tiles,
         const kvq_row_transform * x, int n_threads) = 0;
     // in place; each row also gets its position, as open rows carry it (tags.h)
     virtual void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) = 0;

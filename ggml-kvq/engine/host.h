@@ -3,7 +3,6 @@
 #pragma once
 
 #include "device.h"
-#include "types/basis.h"
 #include "types/types.h"
 
 kvq_device & kvq_cpu_device();
@@ -39,11 +38,6 @@ void kvq_cpu_column_sums(
 // back. Every pointer of x is the host's.
 void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride);
 void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride);
-
-// Coordinates of n pages (types/basis.h), whose tiles are as they came, go into params[i] of their blocks; said: rows
-// that they say, f32 [page][page_cells][width]. x: as in take_out.
-void kvq_cpu_take_coords(const kvq_lane_layout & l, const kvq_basis & b, int n, const uint16_t * const * tiles,
-    const kvq_row_transform * x, uint8_t * const * params, float * said, int n_threads);
 
 // The angles that rows of a page take on that way, for all heads; x.turns may point there.
 struct kvq_row_turns {

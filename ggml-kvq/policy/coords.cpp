@@ -46,10 +46,6 @@ static void bytes(const kvq_part & part, const kvq_layer_plan &, bool, kvq_lane_
 }
 
 static bool attach(const kvq_part &, kvq_layer_parts & at) {
-    if (!at.device.is_host()) {
-        at.why = "coordinates (option coords) are read on the CPU alone: leave them out";
-        return false;
-    }
     kvq_policy * x = at.own(new kvq_coords(*at.k, *at.v));
     for (const bool value : { false, true }) {
         at.transforms[value]->basis = &at.data->basis[value].view;

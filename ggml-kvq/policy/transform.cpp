@@ -7,6 +7,7 @@
 #include "engine/host.h"
 
 #include <algorithm>
+#include <mutex>
 
 // ---------------------------------------------------------------- rows
 
@@ -25,10 +26,18 @@ std::vector<float> kvq_transform::said(const kvq_coord_pairs<const uint8_t> & pa
     return out;
 }
 
+// Threads that take images of values come here side by side, and a device takes one call at a time.
+const uint8_t * kvq_transform::key_params(int s, int p, std::vector<uint8_t> & copy) const {
+    static std::mutex one;
+    const std::lock_guard<std::mutex> lock(one);
+    return keys->view<uint8_t>(keys->params_at(s, p, 0), keys->layout().nb_params * keys->layout().n_head, copy);
+}
+
 std::vector<float> kvq_transform::said(int s, int p, const uint8_t * params) const {
     if (!basis || (value && keys->state(s, p) != KVQ_PAGE_SEALED)) { return {}; }
     const kvq_lane_layout & l = keys->layout();
-    return said(kvq_coords_in(l.codec, l.nb_params, value ? keys->params_at(s, p, 0) : params));
+    std::vector<uint8_t> copy;
+    return said(kvq_coords_in(l.codec, l.nb_params, value ? key_params(s, p, copy) : params));
 }
 
 kvq_row_transform kvq_transform::transform_here(
@@ -103,8 +112,14 @@ void kvq_transform::note_sealed(kvq_lane & x, int s, int p) {
 
 kvq_row_transform kvq_transform::transform_of(const kvq_lane & x, int s, int p) const {
     const size_t at = (size_t) p * x.layout().page_cells;
-    return { mean, rotor ? &rotor->view() : nullptr, rotor ? positions->now_there(s) + at : nullptr,
+    kvq_row_transform out = { mean, rotor ? &rotor->view() : nullptr, rotor ? positions->now_there(s) + at : nullptr,
         keeps_turn() ? positions->sealed_there(s) + at : nullptr, nullptr, 0, order };
+    if (basis && (!value || keys->state(s, p) == KVQ_PAGE_SEALED)) {
+        out.basis = basis;
+        out.keys = &keys->layout().codec;
+        out.coords = keys->params_at(s, p, 0);
+    }
+    return out;
 }
 
 // ---------------------------------------------------------------- sealing
@@ -119,8 +134,7 @@ void kvq_transform::leave_out(
         const std::vector<int> stripe(pages.begin() + (long) i, pages.begin() + (long) (i + n));
         for (int p : stripe) { note_sealed(x, s, p); } // before predictions and transforms read positions
         const float * pred = chained ? chain->predict(ordinal, value, s, stripe) : nullptr;
-        const size_t pred_stride = chained ? chain->stride(value) : basis ? (size_t) basis->width : 0;
-        std::vector<float> said_rows; // by coordinates
+        const size_t pred_stride = chained ? chain->stride(value) : 0;
         const size_t first = reduced.size();
         std::vector<const uint16_t *> from;
         std::vector<kvq_row_transform> jobs;
@@ -129,25 +143,13 @@ void kvq_transform::leave_out(
             reduced.push_back(x.scratch->take(l.nb_frame));
             blocks[i + j].tile = reduced.back();
             jobs.push_back(transform_of(x, s, stripe[j]));
-        }
-        if (basis) {
-            said_rows.resize(n * (size_t) l.page_cells * pred_stride);
-            std::vector<uint8_t *> params;
-            for (size_t j = 0; j < n; j++) { params.push_back((uint8_t *) blocks[i + j].params); }
-            if (!value) {
-                kvq_cpu_take_coords(
-                    l, *basis, (int) n, from.data(), jobs.data(), params.data(), said_rows.data(), n_threads);
+            if (basis && !value) { jobs.back().coords = (uint8_t *) blocks[i + j].params; }
+            if (pred) {
+                jobs.back().pred = pred + j * (size_t) l.page_cells * pred_stride;
+                jobs.back().pred_stride = pred_stride;
             }
-            for (size_t j = 0; j < n && value; j++) {
-                const std::vector<float> page = said(s, stripe[j], nullptr);
-                std::copy(page.begin(), page.end(), said_rows.begin() + (long) (j * l.page_cells * pred_stride));
-            }
-            pred = said_rows.data();
         }
-        for (size_t j = 0; j < n && pred; j++) {
-            jobs[j].pred = pred + j * (size_t) l.page_cells * pred_stride;
-            jobs[j].pred_stride = pred_stride;
-        }
+        if (basis && !value) { x.device.transforms()->take_coords(l, (int) n, from.data(), jobs.data(), n_threads); }
         x.device.transforms()->take_out(l, (int) n, from.data(), reduced.data() + first, jobs.data(), n_threads);
         i += n;
     }
@@ -165,11 +167,6 @@ void kvq_transform::put_back(const kvq_lane & x, int s, int p, uint16_t * tile) 
     if (chain && chain->chains(value)) {
         turn.pred = chain->predict(ordinal, value, s, { p });
         turn.pred_stride = chain->stride(value);
-    }
-    const std::vector<float> rows = said(s, p, x.params_at(s, p, 0));
-    if (!rows.empty()) {
-        turn.pred = rows.data();
-        turn.pred_stride = (size_t) basis->width;
     }
     x.device.transforms()->put_back(x.layout(), tile, turn);
 }

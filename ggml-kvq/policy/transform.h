@@ -94,6 +94,7 @@ private:
     // What coordinates say, f32 [page_cells][width]; of a page, params: of its block. Empty: it has none.
     std::vector<float> said(const kvq_coord_pairs<const uint8_t> & pairs) const;
     std::vector<float> said(int s, int p, const uint8_t * params) const;
+    const uint8_t * key_params(int s, int p, std::vector<uint8_t> & copy) const; // of the page of keys, on the host
     // of rows and predictions that the host holds; pos, was [page_cells]: positions, and those when sealed; NULL: rows
     // have no positions
     kvq_row_transform transform_here(

@@ -204,7 +204,8 @@ std::vector<uint8_t> kvq_transform::beside(const kvq_lane & x, int s, int p) con
     std::vector<uint8_t> out(x.layout().nb_beside);
     if (out.empty() || keys->state(s, p) != KVQ_PAGE_SEALED) { return out; }
     const kvq_lane_layout & l = keys->layout();
-    const auto pairs = kvq_coords_in(l.codec, l.nb_params, (const uint8_t *) keys->params_at(s, p, 0));
+    std::vector<uint8_t> copy;
+    const auto pairs = kvq_coords_in(l.codec, l.nb_params, key_params(s, p, copy));
     const size_t nb = kvq_coords_nb(l.codec, 1);
     for (int h = 0; h < l.n_head; h++) { memcpy(&out[(size_t) h * nb], pairs.of(h * pairs.each), nb); }
     return out;

@@ -167,7 +167,7 @@ def ensure(
         name = os.path.basename(model)
         if why and there.is_file():
             say(f"{why.split(': make it again')[0]}: it is measured again")
-        if kind is not FirstUse.MEANS:
+        if kind is FirstUse.PREDICTORS:
             _refuse_gpu(kind)
         begin, times = (name, "again") if there.is_file() else (f"first use of {name}", "once")
         say(f"{begin}: {DOES[kind]}, {times} ({there})")

@@ -251,7 +251,7 @@ static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
     for (const char * opts : { "predictor=bias,window=32", "predictor=bias,window=auto",
              "predictor=bias,bits=3,first_bits=0,sinks=0,window=64,scales=f16" }) {
         check_store(d, "aqua", opts, n_steps, true);
-        const int n_rows = check_store(d, "aqua", opts, n_steps);
+        const int n_rows = check_store(d, "aqua", opts, n_steps, false);
         printf("store, aqua %s: %d random operations, %d rows as on the CPU\n", opts, n_steps, n_rows);
     }
     for (const char * opts : { "predictor=k,bits=3,first_bits=0,sinks=0,window=64,scales=f16",

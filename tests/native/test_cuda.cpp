@@ -1,6 +1,6 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
 // Usage: test_cuda [quick | host [STEPS] | attention [fine | bytes] | far [quick | ahead | bench [CELLS]] |
-//     split [quick] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host
+//     split [quick] | aqua [STEPS] | coords [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host
 //     (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
 #include "layer.h"
 #include "device_bytes.h"
@@ -227,6 +227,13 @@ struct pair_of_layers {
             layer[i].transforms[0]->rotor = rotor;
         }
     }
+    void have_coords(const kvq_basis * const (&basis)[2][2], const kvq_order * const (&order)[2]) {
+        for (int i = 0; i < 2; i++) {
+            for (int v = 0; v < 2; v++) { layer[i].transforms[v]->basis = basis[i][v]; }
+            kvq_transform & keys = *layer[i].transforms[0];
+            keys.order = keys.order ? order[i] : nullptr;
+        }
+    }
     void shift(int stream, int first, int by) {
         const kvq_lane_layout & l = lane[0][0]->layout();
         std::vector<int32_t> cells((size_t) l.n_cells);
@@ -242,7 +249,9 @@ struct pair_of_layers {
     }
 };
 
-static int check_store(kvq_cuda_device & d, const char * method, const char * opts, int n_steps, bool images = false) {
+#include "cuda_coords.h"
+
+static int check_store(kvq_cuda_device & d, const char * method, const char * opts, int n_steps, bool images) {
     const int n_head = 2, D = 64, W = n_head * D, n_cells = 480, n_stream = 2;
     pair_of_layers host(kvq_cpu_device(), method, opts, n_head, D, n_cells, n_stream),
         there(d, method, opts, n_head, D, n_cells, n_stream);
@@ -254,6 +263,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
         rotor = some_rotor(D, true, images);
         for (pair_of_layers * p : both) { p->leave_out(mean, rotor); }
     }
+    share_coords(both, n_head, D);
     std::vector<uint16_t> rows[2];
     int cursor[2] = {}, n_compared = 0;
     const auto compare = [&](int step, int stream, int cell, int n) {
@@ -430,6 +440,10 @@ int main(int argc, char ** argv) {
         far_ahead(d, true);
         far_prompts(d);
     }
+    if (argc > 1 && !strcmp(argv[1], "coords")) {
+        check_coords(d, argc > 2 ? atoi(argv[2]) : 1000);
+        return 0;
+    }
     if (argc > 1 && !strcmp(argv[1], "aqua")) {
         check_aqua(d, argc > 2 ? atoi(argv[2]) : 1000, argc < 3);
         return 0;
@@ -499,10 +513,11 @@ int main(int argc, char ** argv) {
                                   : quick ? 20
                                           : 1000) *
             (fills && quick ? 6 : 1),
-                  n_rows = check_store(d, m.first, m.second, steps);
+                  n_rows = check_store(d, m.first, m.second, steps, false);
         CHECK(!fills || n_rows > 0, "nothing was compared");
         printf("store, %s %s: %d random operations, %d rows as on the CPU\n", m.first, m.second, steps, n_rows);
     }
+    check_coords(d, on_host ? host_steps : quick ? 20 : 1000);
     check_aqua(d, on_host ? host_steps : quick ? 20 : 1000, !quick);
     check_split(d, quick);
     bytes_attention(d, quick);

@@ -230,7 +230,9 @@ int kvq_decode_row_blocks(const kvq_attend_args & a) {
 
 // called with what kvq_decode_fits set
 bool kvq_decode_means(const kvq_attend_args & a) {
-    return a.k.type == KVQ_TYPE_LATTICE && (a.k.split ? is_split_triple(a) : is_means_pair(a));
+    if (a.k.type != KVQ_TYPE_LATTICE) { return false; }
+    if (a.part == 1) { return !a.k.split || kvq_decode_split_keys(a); }
+    return a.k.split ? is_split_triple(a) : is_means_pair(a);
 }
 
 // teams of warps (decode_stage.cuh) that share the cells of a block

@@ -99,7 +99,7 @@ const char * kvq_cuda_device::slow_reading(int flags, const kvq_lane_layout & k,
         // one H200, heads of 256 at 32k cells: 400 and 2000 us a layer instead of 25 and 35
         return a.k.type == KVQ_TYPE_LATTICE ? "tiles, about 60 times slower" : "tiles, about 15 times slower";
     }
-    if (a.k.split && !k.centred) { return FOR_EACH_TOKEN; }
+    if ((a.k.split && !k.centred) || k.codec.coords) { return FOR_EACH_TOKEN; }
     a.waves = (const uint16_t *) &a; // any: is there a kernel for pages without their means?
     if (k.centred && !k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) { return FOR_EACH_TOKEN; }
     return nullptr;

@@ -227,11 +227,13 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lan
         nb += k.bytes_ahead ? NB_PLACES : 0;
     }
     nb += seen.size() * KVQ_SEEN_BLOCKS * ((size_t) k.n_pages + 1) * sizeof(int32_t);
-    if (k.chained) { // predictions of a stripe, a chunk's sums of rows
+    if (k.chained) { // predictions of a stripe
         for (const kvq_lane_layout * l : { &k, &v }) {
             const size_t channels = (size_t) l->n_head * l->codec.head_size;
             nb += sizeof(float) * channels * std::min(k.n_pages * k.page_cells, stripe_cells((int) channels));
         }
+    }
+    if (k.chained || k.codec.coords) { // attention in parts (device_fold.cu): logits, a chunk's sums of rows
         nb +=
             ((size_t) k.n_head * k.n_pages * k.page_cells * sizeof(float) * 8 + (1u << 20)) * k.n_stream + (16u << 20);
     }
@@ -437,9 +439,14 @@ void kvq_cuda_device::attend(
             if (!attend_fold(a, attn + i0, n_streams, chain + 2 * i0)) { return; }
             continue;
         }
+        if (f.k_basis && may_read_coords(a, attn + i0, n_streams)) {
+            flush_rows();
+            if (!attend_fold(a, attn + i0, n_streams, nullptr)) { return; }
+            continue;
+        }
         // as f16 rows then
         if (left_out &&
-            (chain || f.lse || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a) ||
+            (chain || f.lse || f.k_basis || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a) ||
                 !kvq_decode_fits(a, n_streams))) {
             flush_rows();
             if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) { return; }

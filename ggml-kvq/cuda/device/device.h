@@ -26,6 +26,7 @@ struct kvq_far_args;
 struct kvq_far_kept;
 struct kvq_far_renew;
 struct kvq_turn_args;
+struct kvq_device_basis;
 
 constexpr int MOST_SPLITS = 256; // of the part of an attention that makes logits
 
@@ -143,6 +144,8 @@ public:
     const char * slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
         const kvq_row_transform * x, int n_threads) override;
+    void take_coords(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, const kvq_row_transform * x,
+        int n_threads) override;
     void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) override;
     void chain_predict(const kvq_chain_pages & c, float * out) override;
     void chain_step(const kvq_chain_pages & c) override;
@@ -215,6 +218,7 @@ private:
     const uint8_t * weights_of(const kvq_predictor & w);          // a copy as kernels want it; NULL: no memory
     const float * mean_of(const float * host, size_t n);
     kvq_device_order order_of(const kvq_order * host, size_t n, bool back);
+    kvq_device_basis basis_of(const kvq_basis * host, const kvq_codec & keys);
     struct wave_table {
         const kvq_rotary * host;
         int head_size;
@@ -239,6 +243,11 @@ private:
     bool attend_far(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k);
     // values that follow from keys alone (device_fold.cu)
     bool may_fold(const kvq_attend_args & a, const kvq_attn * attn, const kvq_chain_pages * chain);
+    bool may_read_coords(const kvq_attend_args & a, const kvq_attn * attn, int n_streams);
+    bool add_coord_logits(
+        const kvq_attend_args & a, const kvq_attn * attn, int n_streams, struct kvq_coord_read_args & r);
+    const uint8_t * basis_weights(const kvq_basis & b);
+    // chain NULL: cells with coordinates
     bool attend_fold(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_chain_pages * chain);
     bool unfold_keys(const kvq_attn * attn, int n, const kvq_chain_pages * chain);
     struct far_call {
@@ -335,6 +344,10 @@ private:
     kvq_turn_args turn_shape(const kvq_lane_layout & l, const kvq_row_transform & x);
     void flush_turns();
     std::vector<std::shared_ptr<turn_batch>> to_turn;
+    struct coord_batch; // pages of one layer whose coordinates are taken
+    void flush_coords();
+    std::vector<std::shared_ptr<coord_batch>> to_take;
+    std::set<const uint8_t *> to_say;             // coordinates that what waits reads
     std::set<const uint16_t *> to_read, to_write; // tiles of what waits
     uint8_t *far_sums = nullptr, *logits_memory = nullptr;
     size_t n_far_sums = 0, nb_logits_memory = 0;
@@ -342,7 +355,7 @@ private:
     kvq_staging staging;      // put_all
     bool waits() const {
         return !to_renew.empty() || !to_choose.empty() || !to_seal.empty() || !to_far.empty() || !to_turn.empty() ||
-            !to_copy.empty() || !to_put.empty() || !to_set.empty();
+            !to_take.empty() || !to_copy.empty() || !to_put.empty() || !to_set.empty();
     }
     uint64_t n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed

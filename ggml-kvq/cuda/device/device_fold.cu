@@ -1,7 +1,10 @@
-// Attention of few rows over a layer whose values follow from keys alone (policy/chain.h): keys become f16 rows as in
-// any predicted layer, values stay codes, and what predicts them is applied to sums of rows once a query (fold.cuh).
+// Attention of few rows in three parts: logits, sums of values that stay codes, and what else values are, which is
+// applied to sums of rows once a query (fold.cuh). Of two kinds of layers:
+//   values that follow from keys alone (policy/chain.h): keys become f16 rows as in any predicted layer
+//   cells with coordinates (policy/coords.h): logits of blocks, then of what coordinates say (coords.cuh)
 #include "device.h"
 
+#include "cuda/policy/coords.cuh"
 #include "cuda/policy/fold.cuh"
 #include "cuda/seal/seal.cuh"
 
@@ -24,6 +27,59 @@ bool kvq_cuda_device::may_fold(const kvq_attend_args & a, const kvq_attn * attn,
     return a.v.type == KVQ_TYPE_LATTICE && kvq_decode_fits(b, 0);
 }
 
+// The same of cells with coordinates. Such rows have been turned as they were when they were sealed.
+bool kvq_cuda_device::may_read_coords(const kvq_attend_args & a, const kvq_attn * attn, int n_streams) {
+    const kvq_attn & f = attn[0];
+    const int D = f.k.head_size;
+    bool may = allow_means && f.k_basis && f.v_basis && f.rotary && f.k_mean && f.v_mean && !f.softcap && a.n_pages &&
+        !a.map_stride && a.n_q * a.n_head <= MOST_ROWS && a.gqa <= KVQ_COORD_ROWS && (D == 64 || D == 128) &&
+        f.v.head_size == D && f.rotary->n_dims == D && f.k_basis->n <= 32 * KVQ_COORD_GROUPS;
+    for (int i = 0; i < n_streams; i++) { may = may && attn[i].flags & KVQ_ATTN_STAYED; }
+    for (const int part : { 1, 2 }) {
+        kvq_attend_args b = a;
+        b.part = part;
+        may = may && (part == 2 || kvq_decode_means(b)) && kvq_decode_fits(b, n_streams);
+    }
+    return may;
+}
+
+// What coordinates say, added to logits; sums over them follow. x: [stream] [cell][stride], scales behind all of them
+bool kvq_cuda_device::add_coord_logits(
+    const kvq_attend_args & a, const kvq_attn * attn, int n_streams, kvq_coord_read_args & r) {
+    const kvq_attn & f = attn[0];
+    const size_t n_cells = (size_t) a.n_pages * a.page_cells;
+    r.n_pages = a.n_pages;
+    r.page_cells = a.page_cells;
+    r.n_head_kv = a.n_head_kv;
+    r.head_size = f.k.head_size;
+    r.n_rows = a.n_rows;
+    r.n_q = a.n_q;
+    r.gqa = a.gqa;
+    r.n_logits = a.n_logits;
+    r.q_stride_token = a.q_stride_token;
+    r.q_stride_head = a.q_stride_head;
+    r.scale = a.scale * 1.4426950408889634f;
+    r.rotary = rotary(f.rotary);
+    r.weights = basis_weights(*f.k_basis);
+    const int most = 4 * n_sm / std::max(a.n_head_kv * n_streams, 1);
+    r.chunk = std::max(1, (a.n_pages + most - 1) / std::max(most, 1));
+    for (int i = 0; i < n_streams; i++) {
+        r.stream[i].pages = attn[i].pages;
+        r.stream[i].positions = attn[i].positions;
+        r.stream[i].q = a.stream[i].q;
+        r.stream[i].logits = a.stream[i].logits;
+        r.stream[i].x = (int8_t *) unfolded + (size_t) i * n_cells * (size_t) (r.stride + 4);
+        r.stream[i].s = (float *) (r.stream[i].x + n_cells * (size_t) r.stride);
+    }
+    return r.weights;
+}
+
+const uint8_t * kvq_cuda_device::basis_weights(const kvq_basis & b) {
+    const auto at = constants.find(&b);
+    return (const uint8_t *) (at != constants.end() ? at->second
+                                                    : keep(&b, kvq_order_basis(b).data(), kvq_order_basis(b).size()));
+}
+
 bool kvq_cuda_device::unfold_keys(const kvq_attn * attn, int n, const kvq_chain_pages * chain) {
     const kvq_attn & f = attn[0];
     const kvq_affine_geometry g = geometry(f.k);
@@ -40,13 +96,19 @@ bool kvq_cuda_device::unfold_keys(const kvq_attn * attn, int n, const kvq_chain_
 
 bool kvq_cuda_device::attend_fold(
     const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_chain_pages * chain) {
-    if (!unfold_keys(attn, n_streams, chain)) { return false; }
+    kvq_coord_read_args coords = {};
+    if (chain && !unfold_keys(attn, n_streams, chain)) { return false; }
+    if (!chain) {
+        coords.stride = (attn[0].k_basis->n + 31) / 32 * 32;
+        coords.basis = basis_of(attn[0].k_basis, attn[0].k);
+        const size_t nb = (size_t) all.n_pages * all.page_cells * (size_t) (coords.stride + 4);
+        if (!grow(unfolded, nb_unfolded, n_streams * nb, "a layer's coordinates")) { return false; }
+    }
     kvq_codec rows = attn[0].k;
     rows.type = KVQ_TYPE_F16;
     rows.bits = 16;
     const kvq_affine_geometry of_rows = geometry(rows);
-    const kvq_chain_pages & values = chain[1];
-    const bool folds = values.from[0].bits != 0;
+    const bool folds = !chain || chain[1].from[0].bits != 0;
     const float * const mean = mean_of(attn[0].v_mean, (size_t) all.n_head_kv * all.v.head_size);
     if (!mean) { return false; }
     const int H = all.n_head_kv, P = all.page_cells, most = std::max(1, 32 / all.gqa);
@@ -67,12 +129,14 @@ bool kvq_cuda_device::attend_fold(
         f.n_logits = f.n_cells = a.n_logits;
         f.dst_stride_token = a.dst_stride_token;
         f.dst_stride_head = a.dst_stride_head;
+        f.n_in = chain ? 2 : 1;
         if (folds) {
-            f.n_tiles = values.from[0].n_tiles();
-            f.n_groups = values.from[0].n_groups();
-            f.stride = (int) values.in[0].stride;
-            for (int j = 0; j < 2; j++) {
-                if (!(f.weights[j] = weights_of(values.from[j]))) { return false; }
+            const kvq_predictor * const from = chain ? chain[1].from : nullptr;
+            f.n_tiles = chain ? from[0].n_tiles() : (attn[0].v_basis->width + 15) / 16;
+            f.n_groups = chain ? from[0].n_groups() : coords.stride / 32;
+            f.stride = chain ? (int) chain[1].in[0].stride : coords.stride;
+            for (int j = 0; j < f.n_in; j++) {
+                if (!(f.weights[j] = chain ? weights_of(from[j]) : basis_weights(*attn[0].v_basis))) { return false; }
             }
             f.mean = mean;
             f.n_chunks = std::max(1, std::min(n_sm / (kvq_fold_blocks(f) * n_streams), (f.n_cells + 255) / 256));
@@ -81,7 +145,7 @@ bool kvq_cuda_device::attend_fold(
             const int parts = (f.chunk + FOLD_CELLS - 1) / FOLD_CELLS;
             f.at_once = (f.chunk + parts * 64 - 1) / (parts * 64) * 64;
         }
-        const size_t S = (size_t) n_streams, nb_z = (size_t) f.n_ids * 2 * f.stride * sizeof(float),
+        const size_t S = (size_t) n_streams, nb_z = (size_t) f.n_ids * f.n_in * f.stride * sizeof(float),
                      nb_logits = kvq_pad((size_t) f.n_ids * a.n_logits * sizeof(float), 256),
                      nb_tops = kvq_pad((size_t) f.n_ids * MOST_SPLITS * sizeof(float2), 256),
                      nb_lse = kvq_pad((size_t) a.n_q * a.n_head * sizeof(float), 256),
@@ -107,17 +171,28 @@ bool kvq_cuda_device::attend_fold(
             to.partial = (float *) (at += nb_z);
             to.sealed = (float *) (at + nb_z * f.n_chunks);
             to.dst = x.dst;
-            for (int j = 0; j < 2; j++) {
+            for (int j = 0; chain && j < 2; j++) {
                 to.x[j] = chain[2 * s + 1].in[j].row;
                 to.s[j] = chain[2 * s + 1].in[j].scale;
             }
+        }
+        if (!chain) {
+            if (!add_coord_logits(a, attn, n_streams, coords)) { return false; }
+            for (int s = 0; s < n_streams; s++) {
+                f.stream[s].x[0] = coords.stream[s].x;
+                f.stream[s].s[0] = coords.stream[s].s;
+            }
+            if (t0 == 0) { kvq_launch_unpack_coords(coords, n_streams, (cudaStream_t) stream); }
         }
         for (const int part : { 1, 2 }) {
             kvq_attend_args b = a;
             b.part = part;
             b.is_short = false;
             b.n_splits = 0;
-            if (part == 1) {
+            if (part == 1 && !chain) {
+                if (!reads_sealed(attn, n_streams, b)) { return false; }
+                for (int s = 0; s < n_streams; s++) { b.stream[s].lse = nullptr; }
+            } else if (part == 1) {
                 b.k = b.v = of_rows;
                 b.in_order = 1; // the kernel before makes these rows
                 for (int s = 0; s < n_streams; s++) {
@@ -136,6 +211,7 @@ bool kvq_cuda_device::attend_fold(
             if (!split(b, n_streams, 0, true)) { return false; }
             if (part == 1) { b.n_splits = std::min(b.n_splits, MOST_SPLITS); }
             kvq_launch_decode_attention(b, n_streams, (cudaStream_t) stream);
+            if (part == 1 && !chain) { kvq_launch_coord_logits(coords, n_streams, (cudaStream_t) stream); }
         }
         if (folds) { kvq_launch_fold(f, n_streams, (cudaStream_t) stream); }
     }

@@ -6,6 +6,7 @@
 #include "cuda/policy/predict.cuh"
 #include "cuda/seal/seal.cuh"
 #include "base/f16.h"
+#include "types/lattice.h"
 
 #include <algorithm>
 #include <cstring>
@@ -60,6 +61,14 @@ kvq_device_order kvq_cuda_device::order_of(const kvq_order * host, size_t n, boo
     if (!host) { return {}; }
     return { (const uint16_t *) constant(host->channel, n * sizeof(uint16_t)),
         mean_of(back ? host->back : host->gain, n) };
+}
+
+kvq_device_basis kvq_cuda_device::basis_of(const kvq_basis * host, const kvq_codec & keys) {
+    if (!host) { return {}; }
+    return { host->n, host->width, keys.coords / 2, keys.n_cells, kvq_lattice_nb_params(keys),
+        kvq_lattice_coords_at(keys),
+        (const int8_t *) constant(host->out, (size_t) (host->n + 3) / 4 * 4 * (size_t) host->width),
+        mean_of(host->step, (size_t) host->width) };
 }
 
 kvq_device_rotary kvq_cuda_device::rotary(const kvq_rotary * host) {
@@ -118,7 +127,58 @@ kvq_turn_args kvq_cuda_device::turn_shape(const kvq_lane_layout & l, const kvq_r
     a.n_cells = l.page_cells;
     a.rotary = rotary(x.rotary);
     a.pred_stride = x.pred_stride;
+    if (x.basis) { a.basis = basis_of(x.basis, *x.keys); }
     return a;
+}
+
+struct kvq_cuda_device::coord_batch {
+    kvq_coord_args shape; // no jobs
+    std::vector<kvq_coord_job> jobs;
+};
+
+// Waits, and goes before what reads these coordinates: take_out of the same keys, and of their values.
+void kvq_cuda_device::take_coords(
+    const kvq_lane_layout & l, int n, const uint16_t * const * tiles, const kvq_row_transform * x, int) {
+    const size_t width = (size_t) l.n_head * l.codec.head_size;
+    kvq_coord_args shape = {};
+    shape.n_head = l.n_head;
+    shape.head_size = l.codec.head_size;
+    shape.stride = l.head_stride();
+    shape.n_cells = l.page_cells;
+    shape.rotary = rotary(x[0].rotary);
+    shape.basis = basis_of(x[0].basis, l.codec);
+    shape.in = mean_of(x[0].basis->in, (size_t) x[0].basis->n * width);
+    shape.mean = mean_of(x[0].mean, width);
+    for (int i = 0; i < n; i++) {
+        if (to_write.count(tiles[i]) || to_say.count(x[i].coords)) {
+            flush();
+            break;
+        }
+    }
+    auto at = std::find_if(to_take.begin(), to_take.end(),
+        [&](const auto & b) { return !memcmp(&b->shape, &shape, offsetof(kvq_coord_args, job)); });
+    if (at == to_take.end()) {
+        to_take.emplace_back(new coord_batch{ shape, {} });
+        at = to_take.end() - 1;
+    }
+    for (int i = 0; i < n; i++) {
+        (*at)->jobs.push_back({ tiles[i], x[i].positions, x[i].coords });
+        to_read.insert(tiles[i]);
+    }
+}
+
+void kvq_cuda_device::flush_coords() {
+    std::vector<std::shared_ptr<coord_batch>> batches;
+    batches.swap(to_take);
+    for (const auto & b : batches) {
+        for (size_t i = 0; i < b->jobs.size(); i += KVQ_COORD_JOBS) {
+            const int part = (int) std::min<size_t>(b->jobs.size() - i, KVQ_COORD_JOBS);
+            kvq_coord_args a = b->shape;
+            std::copy_n(b->jobs.begin() + (long) i, part, a.job);
+            kvq_launch_take_coords(a, part, (cudaStream_t) stream);
+        }
+    }
+    to_say.clear();
 }
 
 // Waits, as the sealing of these rows does, and goes before it.
@@ -140,7 +200,8 @@ void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t 
         at = to_turn.end() - 1;
     }
     for (int i = 0; i < n; i++) {
-        (*at)->jobs.push_back({ tiles[i], out[i], x[i].positions, x[i].sealed, mean, x[i].pred, order });
+        (*at)->jobs.push_back({ tiles[i], out[i], x[i].positions, x[i].sealed, mean, x[i].pred, order, x[i].coords });
+        if (x[i].coords) { to_say.insert(x[i].coords); }
         to_read.insert(tiles[i]);
         to_write.insert(out[i]);
     }
@@ -163,7 +224,8 @@ void kvq_cuda_device::put_back(const kvq_lane_layout & l, uint16_t * tile, const
     use();
     kvq_turn_args a = turn_shape(l, x);
     const size_t width = (size_t) l.n_head * l.codec.head_size;
-    a.job[0] = { tile, tile, x.positions, x.sealed, mean_of(x.mean, width), x.pred, order_of(x.order, width, true) };
+    a.job[0] = { tile, tile, x.positions, x.sealed, mean_of(x.mean, width), x.pred, order_of(x.order, width, true),
+        x.coords };
     kvq_launch_turn(a, 1, l.n_head, true, (cudaStream_t) stream);
     check(cudaGetLastError(), "kernel of sealed rows");
 }
@@ -178,6 +240,7 @@ kvq_turn kvq_cuda_device::turn(const kvq_attn & a, bool value) {
         t.sealed = a.sealed;
         t.back = order_of(a.k_order, (size_t) a.n_head_kv * c.head_size, true);
     }
+    t.basis = basis_of(value ? a.v_basis : a.k_basis, a.k);
     return t;
 }
 

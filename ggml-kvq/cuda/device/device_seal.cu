@@ -21,7 +21,7 @@ struct kvq_cuda_device::seal_batch {
 static bool is_same(const kvq_codec & a, const kvq_codec & b) {
     return a.type == b.type && a.role == b.role && a.bits == b.bits && a.group == b.group && a.scale == b.scale &&
         a.levels == b.levels && a.eta == b.eta && a.n_cells == b.n_cells && a.head_size == b.head_size &&
-        a.split == b.split && a.fast_bits == b.fast_bits && a.hi == b.hi && a.n_hi == b.n_hi;
+        a.split == b.split && a.fast_bits == b.fast_bits && a.coords == b.coords && a.hi == b.hi && a.n_hi == b.n_hi;
 }
 
 void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int) {
@@ -138,6 +138,7 @@ void kvq_cuda_device::flush() {
     check(cudaSetDevice(ordinal), "cudaSetDevice");
     flush_far();
     flush_renewed();
+    flush_coords();
     flush_turns();
     flush_choices();
     to_read.clear();

@@ -191,7 +191,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) sum_kernel(const __grid_constan
     }
 #pragma unroll 1
     for (int row = warp; row < FOLD_ROWS && id0 + row < a.n_ids; row += WARPS) {
-        float * const to = st.partial + ((size_t) blockIdx.x * a.n_ids + id0 + row) * 2 * a.stride + input * a.stride;
+        float * const to =
+            st.partial + ((size_t) blockIdx.x * a.n_ids + id0 + row) * a.n_in * a.stride + input * a.stride;
 #pragma unroll
         for (int at = 4 * lane; at < FOLD_CHANNELS; at += 128) {
             float y[4];
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(256) add_kernel(const __grid_constant__ kvq_fo
     early_start();
     early_wait();
     const auto & st = a.stream[blockIdx.y];
-    const int n = a.n_ids * 2 * a.stride / 4, i = blockIdx.x * 256 + threadIdx.x;
+    const int n = a.n_ids * a.n_in * a.stride / 4, i = blockIdx.x * 256 + threadIdx.x;
     if (i >= n) { return; }
     float4 z = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(256) add_kernel(const __grid_constant__ kvq_fo
 __global__ void __launch_bounds__(32 * APPLY_WARPS) apply_kernel(const __grid_constant__ kvq_fold_args a) {
     constexpr int AT_ONCE = 4; // rows
     early_start();
-    for (int i = threadIdx.x / 32; i < 2 * a.n_groups; i += APPLY_WARPS) { // weights do not wait for anybody
+    for (int i = threadIdx.x / 32; i < a.n_in * a.n_groups; i += APPLY_WARPS) { // weights do not wait for anybody
         const uint8_t * const w = a.weights[i / a.n_groups] + ((size_t) blockIdx.x * a.n_groups + i % a.n_groups) * 512;
         asm volatile("prefetch.global.L2 [%0];" ::"l"(w + threadIdx.x % 32 * 16));
     }
@@ -236,6 +237,7 @@ __global__ void __launch_bounds__(32 * APPLY_WARPS) apply_kernel(const __grid_co
         float y[AT_ONCE][2] = {};
 #pragma unroll
         for (int input = 0; input < 2; input++) {
+            if (input == a.n_in) { break; }
             const float * const steps = (const float *) (a.weights[input] + (size_t) a.n_tiles * a.n_groups * 512);
             const float step[2] = { __ldg(steps + tile * 16 + g), __ldg(steps + tile * 16 + 8 + g) };
             float sum[AT_ONCE][2] = {};
@@ -247,7 +249,8 @@ __global__ void __launch_bounds__(32 * APPLY_WARPS) apply_kernel(const __grid_co
 #pragma unroll
                 for (int r = 0; r < AT_ONCE; r++) {
                     const int id = kvh * a.n_rows + min(row0 + r, a.n_rows - 1);
-                    const float * const z = st.z + (size_t) id * 2 * a.stride + input * a.stride + group * 32 + 4 * c;
+                    const float * const z =
+                        st.z + (size_t) id * a.n_in * a.stride + input * a.stride + group * 32 + 4 * c;
 #pragma unroll
                     for (int h = 0; h < 2; h++) { // inputs 4c and 16 + 4c
                         const float4 v = __ldcg((const float4 *) (z + 16 * h));
@@ -304,8 +307,8 @@ __global__ void __launch_bounds__(32 * APPLY_WARPS) apply_kernel(const __grid_co
 void kvq_launch_fold(const kvq_fold_args & a, int n_streams, cudaStream_t stream) {
     const int n_slices = (a.stride + FOLD_CHANNELS - 1) / FOLD_CHANNELS,
               n_id_blocks = (a.n_ids + FOLD_ROWS - 1) / FOLD_ROWS;
-    kvq_launch_early(
-        sum_kernel, dim3(a.n_chunks, 2 * n_slices, n_streams * n_id_blocks), 32 * WARPS, sizeof(portion), stream, a);
-    kvq_launch_early(add_kernel, dim3((a.n_ids * 2 * a.stride / 4 + 255) / 256, n_streams), 256, 0, stream, a);
+    kvq_launch_early(sum_kernel, dim3(a.n_chunks, a.n_in * n_slices, n_streams * n_id_blocks), 32 * WARPS,
+        sizeof(portion), stream, a);
+    kvq_launch_early(add_kernel, dim3((a.n_ids * a.n_in * a.stride / 4 + 255) / 256, n_streams), 256, 0, stream, a);
     kvq_launch_early(apply_kernel, dim3(a.n_tiles, n_streams), 32 * APPLY_WARPS, 0, stream, a);
 }

@@ -33,7 +33,8 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 
         return;
     }
     const kvq_device_rotary & r = left_out.rotary;
-    const row_memory shared(g, r, quad::BUFFER, 0);
+    const kvq_device_basis & basis = left_out.basis;
+    const row_memory shared(g, r, quad::BUFFER, (basis.n + 3) / 4);
     const bool turns = TURNS && r.n != 0;
     const int cell = page.cell + min(t, n - 1);
     const int32_t pos = turns ? left_out.positions[cell] : 0;
@@ -52,7 +53,10 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 
     uint32_t words[2 * Q][2];
     places.find(g, t);
     places.load(g, codes + (size_t) min(quad::sub(), n_head - 1) * g.nb_codes, words);
-    float scales = 0.0f;
+    float scales = 0.0f, coord_scale = 0.0f;
+    uint32_t * const words_of_coords = (uint32_t *) shared.row_of(base, WARPS, warp);
+    const bool has_coords = TURNS && basis.n && page.k_params;
+    if (has_coords) { coord_scale = load_coords(basis, (const uint8_t *) page.k_params, t, words_of_coords); }
     for (int h0 = 0; h0 < n_head; h0 += quad::ROWS) {
         const int h = h0 + quad::sub();
         const bool valid = h < n_head;
@@ -70,6 +74,7 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 
             typename quad::row mu;
             quad::undo_gains(left_out.back.gain, h, valid, D, x);
             quad::load(left_out.mean + (size_t) h * D, left_out.mean && valid, D, mu);
+            if (has_coords) { quad::add_said(basis, words_of_coords, coord_scale, h, valid, D, mu); }
             if (moved) {
                 typename quad::turner back;
                 back.find(r, [&](int j) { return turn_factors(r, was, true, j); });
@@ -111,7 +116,7 @@ void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * p
     quads_switch(g.head_size, [&](auto shape) {
         constexpr int LANES = decltype(shape)::LANES, Q = decltype(shape)::Q;
         const auto kernel = turn.leaves_out() ? expand_kernel<LANES, Q, true> : expand_kernel<LANES, Q, false>;
-        const size_t nb = row_memory(g, turn.rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS);
+        const size_t nb = row_memory(g, turn.rotary, quads<LANES, Q>::BUFFER, (turn.basis.n + 3) / 4).bytes(WARPS);
         kernel<<<dim3((g.n_cells + WARPS - 1) / WARPS, n_pages), 32 * WARPS, nb, stream>>>(g, pages, n_head, to, turn);
     });
 }

@@ -137,7 +137,8 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1)
         }
     }
     const kvq_device_rotary & r = a.turn.rotary;
-    const row_memory shared(g, r, quad::BUFFER, 0);
+    const kvq_device_basis & basis = a.turn.basis;
+    const row_memory shared(g, r, quad::BUFFER, (basis.n + 3) / 4);
     float * const fast_points = base + shared.bytes(WARPS) / sizeof(float);
     for (int i = threadIdx.x; a.fast.n_parts && i < 2 << 2 * a.fast.bits; i += blockDim.x) {
         fast_points[i] = __ldg(a.fast.points + i);
@@ -158,7 +159,9 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1)
     float * const buffer = shared.buffer_of(base, warp);
     split_row<LANES, Q> places;
     places.find(a, t);
-    float slow_scales = 0.0f, fast_scales = 0.0f;
+    float slow_scales = 0.0f, fast_scales = 0.0f, coord_scale = 0.0f;
+    uint32_t * const words = (uint32_t *) shared.row_of(base, WARPS, warp);
+    if (basis.n) { coord_scale = load_coords(basis, params, t, words); }
     for (int h0 = 0; h0 < a.n_head; h0 += quad::ROWS) {
         const int h = h0 + quad::sub();
         const bool valid = h < a.n_head;
@@ -169,6 +172,7 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1)
         }
         typename quad::row x, mu;
         quad::load(a.turn.mean + (size_t) h * D, a.turn.mean && valid, D, mu);
+        if (basis.n) { quad::add_said(basis, words, coord_scale, h, valid, D, mu); }
         const int at_most = min(h, a.n_head - 1);
         places.decode(a, at_most, codes + (size_t) at_most * g.nb_codes, base, fast_points,
             __shfl_sync(~0u, slow_scales, h % 32), __shfl_sync(~0u, fast_scales, h % 32), buffer, x);
@@ -191,7 +195,8 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1)
 static void launch(const split_args & a, int n_pages, cudaStream_t stream) {
     quads_switch(a.slow.head_size, [&](auto shape) {
         constexpr int LANES = decltype(shape)::LANES, Q = decltype(shape)::Q;
-        const size_t nb = row_memory(a.slow, a.turn.rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS) +
+        const size_t nb =
+            row_memory(a.slow, a.turn.rotary, quads<LANES, Q>::BUFFER, (a.turn.basis.n + 3) / 4).bytes(WARPS) +
             (a.fast.n_parts ? sizeof(float2) << 2 * a.fast.bits : 0);
         split_kernel<LANES, Q><<<dim3((a.slow.n_cells + WARPS - 1) / WARPS, n_pages), 32 * WARPS, nb, stream>>>(a);
     });

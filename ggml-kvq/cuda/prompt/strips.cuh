@@ -350,8 +350,8 @@ static inline bool kvq_takes_strips(
     const kvq_affine_geometry & g, int n_head, const kvq_row_place & to, const kvq_turn & turn, bool split) {
     const int D = g.head_size;
     const bool shape = D == 64 || D == 128 || D == 256 || D == 512;
-    return shape && n_head <= MOST_HEADS && g.group == 2 && g.block == (split ? D / 2 : D) && split == (g.split != 0) &&
-        to.value == (g.role == KVQ_ROLE_V) && (!turn.rotary.n || 2 * turn.rotary.n == D) &&
+    return shape && !turn.basis.n && n_head <= MOST_HEADS && g.group == 2 && g.block == (split ? D / 2 : D) &&
+        split == (g.split != 0) && to.value == (g.role == KVQ_ROLE_V) && (!turn.rotary.n || 2 * turn.rotary.n == D) &&
         (uintptr_t) to.rows % 16 == 0 && to.step % 8 == 0;
 }
 

@@ -6,7 +6,8 @@
 
 constexpr int KVQ_SEAL_JOBS = 40; // 4 KiB of kernel arguments
 constexpr int KVQ_SEAL_ROWS = 320;
-constexpr int KVQ_TURN_JOBS = 62;
+constexpr int KVQ_TURN_JOBS = 52;
+constexpr int KVQ_COORD_JOBS = 96;
 // A page's rows of a head lie in shared memory where a block may have as much, beside these bytes at most.
 constexpr size_t KVQ_SEAL_STATIC = 5 << 10;
 
@@ -49,21 +50,38 @@ struct kvq_row_table {
     int32_t position[MOST];
 };
 
-// mean: [head][head_size]; pred: [cell][pred_stride] of all heads
+// mean: [head][head_size]; pred: [cell][pred_stride] of all heads; coords: of the page of keys, NULL: it has none
 struct kvq_turn_job {
     const uint16_t * from;
     uint16_t * to;
     const int32_t *positions, *sealed;
     const float *mean, *pred;
     kvq_device_order order;
+    const uint8_t * coords;
 };
 struct kvq_turn_args {
     int head_size, stride, n_cells;
     kvq_device_rotary rotary;
     size_t pred_stride;
+    kvq_device_basis basis;
     kvq_turn_job job[KVQ_TURN_JOBS];
 };
 
+// The coordinates of open tiles of keys; in: kvq_basis::in
+struct kvq_coord_job {
+    const uint16_t * tile;
+    const int32_t * positions;
+    uint8_t * coords;
+};
+struct kvq_coord_args {
+    int n_head, head_size, stride, n_cells;
+    kvq_device_rotary rotary;
+    kvq_device_basis basis;
+    const float *in, *mean;
+    kvq_coord_job job[KVQ_COORD_JOBS];
+};
+
+void kvq_launch_take_coords(const kvq_coord_args & a, int n, cudaStream_t stream);
 void kvq_launch_turn(const kvq_turn_args & a, int n, int n_head, bool back, cudaStream_t stream);
 void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows,
     size_t row_stride, cudaStream_t stream);

@@ -197,7 +197,8 @@ static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2)
     const kvq_affine_geometry & g = a.g[role];
     const kvq_turn & left_out = a.turn[role];
     const kvq_device_rotary & r = left_out.rotary;
-    const row_memory shared(g, r, quad::BUFFER, 0);
+    const kvq_device_basis & basis = left_out.basis;
+    const row_memory shared(g, r, quad::BUFFER, (basis.n + 3) / 4);
     const uint8_t * codes = (const uint8_t *) (role ? page.v_codes : page.k_codes);
     const uint8_t * params = (const uint8_t *) (role ? page.v_params : page.k_params);
     const int D = g.head_size;
@@ -221,7 +222,10 @@ static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2)
     uint32_t words[2 * Q][2];
     places.find(g, t);
     places.load(g, codes + (size_t) min(quad::sub(), n_head - 1) * g.nb_codes, words);
-    float scales = 0.0f;
+    float scales = 0.0f, coord_scale = 0.0f;
+    uint32_t * const words_of_coords = (uint32_t *) shared.row_of(base, WARPS, warp);
+    const bool has_coords = basis.n && page.k_params;
+    if (has_coords) { coord_scale = load_coords(basis, (const uint8_t *) page.k_params, t, words_of_coords); }
     for (int h0 = 0; h0 < n_head; h0 += quad::ROWS) {
         const int h = h0 + quad::sub();
         const bool valid = h < n_head;
@@ -234,6 +238,7 @@ static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2)
         }
         places.load(g, codes + (size_t) min(h + quad::ROWS, n_head - 1) * g.nb_codes, words); // of the next
         quad::load(left_out.mean + (size_t) h * D, left_out.mean && valid, D, mu);
+        if (has_coords) { quad::add_said(basis, words_of_coords, coord_scale, h, valid, D, mu); }
         if (h0 % 32 == 0) { scales = lattice_scale(g, params + (size_t) min(h0 + lane, n_head - 1) * g.nb_params, t); }
         places.decode(g, now, base, __shfl_sync(~0u, scales, h % 32), x);
         quad::undo_gains(left_out.back.gain, h, valid, D, x);
@@ -260,8 +265,9 @@ void kvq_launch_unfold(
     const kvq_affine_geometry &k = a.g[0], &v = a.g[1];
     quads_switch(k.head_size > v.head_size ? k.head_size : v.head_size, [&](auto shape) {
         constexpr int LANES = decltype(shape)::LANES, Q = decltype(shape)::Q;
-        const size_t nk = row_memory(k, a.turn[0].rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS),
-                     nv = row_memory(v, a.turn[1].rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS);
+        const size_t
+            nk = row_memory(k, a.turn[0].rotary, quads<LANES, Q>::BUFFER, (a.turn[0].basis.n + 3) / 4).bytes(WARPS),
+            nv = row_memory(v, a.turn[1].rotary, quads<LANES, Q>::BUFFER, (a.turn[1].basis.n + 3) / 4).bytes(WARPS);
         const int n_cells = k.n_cells > v.n_cells ? k.n_cells : v.n_cells;
         const size_t nb = nk > nv ? nk : nv;
         kvq_launch_early(

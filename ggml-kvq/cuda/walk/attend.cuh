@@ -153,7 +153,7 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 #define KVQ_SPLIT_SORTED(X, V) V(X, 1, 2) V(X, 1, 3) V(X, 1, 4) V(X, 2, 4)
 #define KVQ_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(4, 4, 4) KVQ_SPLIT_SORTED(X, KVQ_SPLIT_VALUES)
 #define KVQ_BYTES_SPLIT_BITS(X) KVQ_SPLIT_SORTED(X, KVQ_SPLIT_VALUES) // in 8-bit products, heads of 64 and 128
-#define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(1, 2) X(1, 3) X(1, 4) X(2, 4) X(4, 4)
+#define KVQ_SPLIT_KEY_BITS(X) X(0, 1) X(0, 2) X(0, 4) X(1, 2) X(1, 3) X(1, 4) X(2, 4) X(4, 4)
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu

@@ -76,7 +76,8 @@ def with_coordinates(
             for means in (fitted, plain):
                 sidecar = inside / "means.kvq.gguf"
                 files.write_sidecar(sidecar, files.fields(path, means, SINKS), files.arrays(means))
-                with _open(path, "auto", opts, sidecar, n_threads) as model:
+                on = {"coordinates": "on"} if means is fitted else {}  # a GPU takes none unless asked
+                with _open(path, "auto", opts | on, sidecar, n_threads) as model:
                     found.append(divergence(exact, _logits(model, ids, tick)))
         except KvqError:
             return fitted

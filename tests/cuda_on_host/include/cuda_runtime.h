@@ -74,6 +74,7 @@ struct uchar4 {
 };
 static inline uint2 make_uint2(unsigned x, unsigned y) { return { x, y }; }
 static inline int2 make_int2(int x, int y) { return { x, y }; }
+static inline int4 make_int4(int x, int y, int z, int w) { return { x, y, z, w }; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return { x, y, z, w }; }
 static inline float2 make_float2(float x, float y) { return { x, y }; }
 static inline float4 make_float4(float x, float y, float z, float w) { return { x, y, z, w }; }
@@ -143,6 +144,15 @@ static inline int __ffs(int x) { return __builtin_ffs(x); }
 // ---------------------------------------------------------------- arithmetic
 
 static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline int __dp4a(int a, int b, int c) {
+    for (int i = 0; i < 32; i += 8) { c += (int8_t) ((unsigned) a >> i) * (int8_t) ((unsigned) b >> i); }
+    return c;
+}
+static inline unsigned __vsub4(unsigned a, unsigned b) {
+    unsigned out = 0;
+    for (int i = 0; i < 32; i += 8) { out |= (((a >> i) - (b >> i)) & 255u) << i; }
+    return out;
+}
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
