@@ -124,8 +124,8 @@ def is_one_text(*texts: str) -> bool:
 
 
 def run_until_said(words: str, argv: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program of llama.cpp until its output has `words`, or it fails: its log thread drops the last lines when the
-    process ends on a busy machine.
+    """Run a program of llama.cpp until its output has `words`, or it fails: its log thread drops the last lines when
+    the process ends on a busy machine.
     """
     for _ in range(6):
         done = subprocess.run(argv, capture_output=True, text=True, **options)

@@ -382,6 +382,17 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
 #include "cuda_inputs.h"
 #include "cuda_split.h"
 
+static bool check_one(kvq_cuda_device & d, const char * what, int n_steps, bool many) {
+    if (!strcmp(what, "coords")) {
+        check_coords(d, n_steps);
+    } else if (!strcmp(what, "aqua")) {
+        check_aqua(d, n_steps, many);
+    } else {
+        return false;
+    }
+    return true;
+}
+
 int main(int argc, char ** argv) {
     rng.seed(1);
     kvq_cuda_device d(0);
@@ -440,14 +451,7 @@ int main(int argc, char ** argv) {
         far_ahead(d, true);
         far_prompts(d);
     }
-    if (argc > 1 && !strcmp(argv[1], "coords")) {
-        check_coords(d, argc > 2 ? atoi(argv[2]) : 1000);
-        return 0;
-    }
-    if (argc > 1 && !strcmp(argv[1], "aqua")) {
-        check_aqua(d, argc > 2 ? atoi(argv[2]) : 1000, argc < 3);
-        return 0;
-    }
+    if (argc > 1 && check_one(d, argv[1], argc > 2 ? atoi(argv[2]) : 1000, argc < 3)) { return 0; }
     int n = 0;
     const bool on_host = argc > 1 && !strcmp(argv[1], "host");
     take_turns = on_host;

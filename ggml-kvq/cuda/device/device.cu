@@ -434,14 +434,9 @@ void kvq_cuda_device::attend(
             const kvq_attn & s = attn[i0 + i];
             a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr, nullptr, nullptr, nullptr };
         }
-        if (chain && may_fold(a, attn + i0, chain + 2 * i0)) {
-            flush_rows();
-            if (!attend_fold(a, attn + i0, n_streams, chain + 2 * i0)) { return; }
-            continue;
-        }
-        if (f.k_basis && may_read_coords(a, attn + i0, n_streams)) {
-            flush_rows();
-            if (!attend_fold(a, attn + i0, n_streams, nullptr)) { return; }
+        const kvq_chain_pages * const below = chain ? chain + 2 * i0 : nullptr;
+        if (below ? may_fold(a, attn + i0, below) : may_read_coords(a, attn + i0, n_streams)) {
+            if (!attend_fold(a, attn + i0, n_streams, below)) { return; }
             continue;
         }
         // as f16 rows then
@@ -449,7 +444,7 @@ void kvq_cuda_device::attend(
             (chain || f.lse || f.k_basis || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a) ||
                 !kvq_decode_fits(a, n_streams))) {
             flush_rows();
-            if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) { return; }
+            if (!unfold(attn + i0, n_streams, below)) { return; }
             codec_k.type = codec_v.type = KVQ_TYPE_F16;
             codec_k.bits = codec_v.bits = 16;
             a.k = geometry(codec_k);

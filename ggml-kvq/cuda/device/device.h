@@ -246,8 +246,10 @@ private:
     bool may_read_coords(const kvq_attend_args & a, const kvq_attn * attn, int n_streams);
     bool add_coord_logits(
         const kvq_attend_args & a, const kvq_attn * attn, int n_streams, struct kvq_coord_read_args & r);
-    const uint8_t * basis_weights(const kvq_basis & b);
+    const uint8_t * basis_weights(const kvq_basis & b, int head_size, bool apart);
     // chain NULL: cells with coordinates
+    bool describe_fold(const kvq_attend_args & a, const kvq_attn * attn, int n_streams, const kvq_chain_pages * chain,
+        struct kvq_fold_args & f);
     bool attend_fold(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_chain_pages * chain);
     bool unfold_keys(const kvq_attn * attn, int n, const kvq_chain_pages * chain);
     struct far_call {

@@ -60,8 +60,9 @@ bool kvq_cuda_device::add_coord_logits(
     r.q_stride_head = a.q_stride_head;
     r.scale = a.scale * 1.4426950408889634f;
     r.rotary = rotary(f.rotary);
-    r.weights = basis_weights(*f.k_basis);
-    const int most = 4 * n_sm / std::max(a.n_head_kv * n_streams, 1);
+    r.weights = basis_weights(*f.k_basis, r.head_size, !f.rotary->neox);
+    r.waves = waves_of(f.rotary, r.head_size);
+    const int most = 2 * n_sm / std::max(a.n_head_kv * n_streams, 1);
     r.chunk = std::max(1, (a.n_pages + most - 1) / std::max(most, 1));
     for (int i = 0; i < n_streams; i++) {
         r.stream[i].pages = attn[i].pages;
@@ -71,13 +72,14 @@ bool kvq_cuda_device::add_coord_logits(
         r.stream[i].x = (int8_t *) unfolded + (size_t) i * n_cells * (size_t) (r.stride + 4);
         r.stream[i].s = (float *) (r.stream[i].x + n_cells * (size_t) r.stride);
     }
-    return r.weights;
+    return r.weights && r.waves;
 }
 
-const uint8_t * kvq_cuda_device::basis_weights(const kvq_basis & b) {
+const uint8_t * kvq_cuda_device::basis_weights(const kvq_basis & b, int head_size, bool apart) {
     const auto at = constants.find(&b);
-    return (const uint8_t *) (at != constants.end() ? at->second
-                                                    : keep(&b, kvq_order_basis(b).data(), kvq_order_basis(b).size()));
+    if (at != constants.end()) { return (const uint8_t *) at->second; }
+    const std::vector<uint8_t> ordered = kvq_order_basis(b, head_size, apart);
+    return (const uint8_t *) keep(&b, ordered.data(), ordered.size());
 }
 
 bool kvq_cuda_device::unfold_keys(const kvq_attn * attn, int n, const kvq_chain_pages * chain) {
@@ -94,12 +96,48 @@ bool kvq_cuda_device::unfold_keys(const kvq_attn * attn, int n, const kvq_chain_
     return check(cudaGetLastError(), "unfolding kernel");
 }
 
+// Sums of rows and what is applied to them, of these tokens; memory is not yet named. No chunks: nothing is.
+bool kvq_cuda_device::describe_fold(
+    const kvq_attend_args & a, const kvq_attn * attn, int n_streams, const kvq_chain_pages * chain, kvq_fold_args & f) {
+    const int stride = chain ? 0 : kvq_coord_stride(*attn[0].k_basis);
+    f.n_ids = a.n_head_kv * a.n_rows;
+    f.n_rows = a.n_rows;
+    f.n_q = a.n_q;
+    f.gqa = a.gqa;
+    f.n_head = a.n_head;
+    f.size_v = a.v.head_size;
+    f.page_cells = a.page_cells;
+    f.n_logits = f.n_cells = a.n_logits;
+    f.dst_stride_token = a.dst_stride_token;
+    f.dst_stride_head = a.dst_stride_head;
+    f.n_in = chain ? 2 : 1;
+    if (chain && !chain[1].from[0].bits) { return true; }
+    const kvq_predictor * const from = chain ? chain[1].from : nullptr;
+    f.n_tiles = chain ? from[0].n_tiles() : (attn[0].v_basis->width + 15) / 16;
+    f.n_groups = chain ? from[0].n_groups() : stride / 32;
+    f.stride = chain ? (int) chain[1].in[0].stride : stride;
+    for (int j = 0; j < f.n_in; j++) {
+        if (!(f.weights[j] =
+                    chain ? weights_of(from[j]) : basis_weights(*attn[0].v_basis, attn[0].v.head_size, false))) {
+            return false;
+        }
+    }
+    f.mean = mean_of(attn[0].v_mean, (size_t) a.n_head_kv * a.v.head_size);
+    f.n_chunks = std::max(1, std::min(n_sm / (kvq_fold_blocks(f) * n_streams), (f.n_cells + 255) / 256));
+    f.chunk = (f.n_cells + f.n_chunks * 64 - 1) / (f.n_chunks * 64) * 64;
+    f.n_chunks = (f.n_cells + f.chunk - 1) / f.chunk;
+    const int parts = (f.chunk + FOLD_CELLS - 1) / FOLD_CELLS;
+    f.at_once = (f.chunk + parts * 64 - 1) / (parts * 64) * 64;
+    return f.mean;
+}
+
 bool kvq_cuda_device::attend_fold(
     const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_chain_pages * chain) {
+    flush_rows();
     kvq_coord_read_args coords = {};
     if (chain && !unfold_keys(attn, n_streams, chain)) { return false; }
     if (!chain) {
-        coords.stride = (attn[0].k_basis->n + 31) / 32 * 32;
+        coords.stride = kvq_coord_stride(*attn[0].k_basis);
         coords.basis = basis_of(attn[0].k_basis, attn[0].k);
         const size_t nb = (size_t) all.n_pages * all.page_cells * (size_t) (coords.stride + 4);
         if (!grow(unfolded, nb_unfolded, n_streams * nb, "a layer's coordinates")) { return false; }
@@ -111,7 +149,7 @@ bool kvq_cuda_device::attend_fold(
     const bool folds = !chain || chain[1].from[0].bits != 0;
     const float * const mean = mean_of(attn[0].v_mean, (size_t) all.n_head_kv * all.v.head_size);
     if (!mean) { return false; }
-    const int H = all.n_head_kv, P = all.page_cells, most = std::max(1, 32 / all.gqa);
+    const int P = all.page_cells, most = std::max(1, (chain ? 32 : KVQ_COORD_ROWS) / all.gqa);
     for (int t0 = 0; t0 < all.n_q; t0 += most) {
         kvq_attend_args a = all;
         a.n_q = std::min(all.n_q - t0, most);
@@ -119,32 +157,7 @@ bool kvq_cuda_device::attend_fold(
         a.n_logits = a.n_pages * P;
         a.top = 0;
         kvq_fold_args f = {};
-        f.n_ids = H * a.n_rows;
-        f.n_rows = a.n_rows;
-        f.n_q = a.n_q;
-        f.gqa = a.gqa;
-        f.n_head = a.n_head;
-        f.size_v = a.v.head_size;
-        f.page_cells = P;
-        f.n_logits = f.n_cells = a.n_logits;
-        f.dst_stride_token = a.dst_stride_token;
-        f.dst_stride_head = a.dst_stride_head;
-        f.n_in = chain ? 2 : 1;
-        if (folds) {
-            const kvq_predictor * const from = chain ? chain[1].from : nullptr;
-            f.n_tiles = chain ? from[0].n_tiles() : (attn[0].v_basis->width + 15) / 16;
-            f.n_groups = chain ? from[0].n_groups() : coords.stride / 32;
-            f.stride = chain ? (int) chain[1].in[0].stride : coords.stride;
-            for (int j = 0; j < f.n_in; j++) {
-                if (!(f.weights[j] = chain ? weights_of(from[j]) : basis_weights(*attn[0].v_basis))) { return false; }
-            }
-            f.mean = mean;
-            f.n_chunks = std::max(1, std::min(n_sm / (kvq_fold_blocks(f) * n_streams), (f.n_cells + 255) / 256));
-            f.chunk = (f.n_cells + f.n_chunks * 64 - 1) / (f.n_chunks * 64) * 64;
-            f.n_chunks = (f.n_cells + f.chunk - 1) / f.chunk;
-            const int parts = (f.chunk + FOLD_CELLS - 1) / FOLD_CELLS;
-            f.at_once = (f.chunk + parts * 64 - 1) / (parts * 64) * 64;
-        }
+        if (!describe_fold(a, attn, n_streams, chain, f)) { return false; }
         const size_t S = (size_t) n_streams, nb_z = (size_t) f.n_ids * f.n_in * f.stride * sizeof(float),
                      nb_logits = kvq_pad((size_t) f.n_ids * a.n_logits * sizeof(float), 256),
                      nb_tops = kvq_pad((size_t) f.n_ids * MOST_SPLITS * sizeof(float2), 256),

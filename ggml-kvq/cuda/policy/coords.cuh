@@ -8,9 +8,10 @@
 #include "cuda/coords.cuh"
 #include "cuda/walk/attend.cuh"
 
-constexpr int KVQ_COORD_ROWS = 32;  // query rows of a KV head, at most
+constexpr int KVQ_COORD_ROWS = 8;   // query rows of a KV head, at most
 constexpr int KVQ_COORD_GROUPS = 8; // of 32 coordinates
-constexpr int KVQ_COORD_CELLS = 16; // of a step
+
+static inline int kvq_coord_stride(const kvq_basis & b) { return (b.n + 31) / 32 * 32; }
 
 struct kvq_coord_read_args {
     int n_pages, page_cells, n_head_kv, head_size, n_rows, n_q, gqa, n_logits;
@@ -21,6 +22,7 @@ struct kvq_coord_read_args {
     kvq_device_basis basis; // of keys
     kvq_device_rotary rotary;
     const uint8_t * weights; // of keys, kvq_order_basis
+    const uint16_t * waves;  // as in kvq_attend_args
     struct {
         const kvq_page * pages;
         const int32_t * positions;
@@ -32,7 +34,7 @@ struct kvq_coord_read_args {
 };
 static_assert(sizeof(kvq_coord_read_args) < 4096, "kernel arguments are limited to 4 KiB");
 
-// as kvq_order_weights8
-std::vector<uint8_t> kvq_order_basis(const kvq_basis & b);
+// As kvq_order_weights8. apart: of each head the channels 0, 2, 4, .., then 1, 3, 5, ..
+std::vector<uint8_t> kvq_order_basis(const kvq_basis & b, int head_size, bool apart);
 void kvq_launch_unpack_coords(const kvq_coord_read_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_coord_logits(const kvq_coord_read_args & a, int n_streams, cudaStream_t stream); // adds

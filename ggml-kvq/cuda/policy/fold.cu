@@ -205,18 +205,26 @@ __global__ void __launch_bounds__(32 * WARPS, 1) sum_kernel(const __grid_constan
     }
 }
 
-__global__ void __launch_bounds__(256) add_kernel(const __grid_constant__ kvq_fold_args a) {
+// A block: ADD_AT_ONCE quads of sums, whose chunks its warps share.
+constexpr int ADD_WARPS = 8, ADD_AT_ONCE = 32;
+__global__ void __launch_bounds__(32 * ADD_WARPS) add_kernel(const __grid_constant__ kvq_fold_args a) {
+    __shared__ float4 sums[ADD_WARPS][ADD_AT_ONCE];
     early_start();
     early_wait();
     const auto & st = a.stream[blockIdx.y];
-    const int n = a.n_ids * a.n_in * a.stride / 4, i = blockIdx.x * 256 + threadIdx.x;
-    if (i >= n) { return; }
+    const int n = a.n_ids * a.n_in * a.stride / 4, lane = threadIdx.x % 32, warp = threadIdx.x / 32,
+              i = blockIdx.x * ADD_AT_ONCE + lane;
     float4 z = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int k = 0; k < a.n_chunks; k++) {
-        const float4 x = __ldcg((const float4 *) st.partial + (size_t) k * n + i);
-        z = make_float4(z.x + x.x, z.y + x.y, z.z + x.z, z.w + x.w);
+    const auto add = [&](const float4 & x) { z = make_float4(z.x + x.x, z.y + x.y, z.z + x.z, z.w + x.w); };
+#pragma unroll 4
+    for (int k = warp; i < n && k < a.n_chunks; k += ADD_WARPS) {
+        add(__ldcg((const float4 *) st.partial + (size_t) k * n + i));
     }
+    sums[warp][lane] = z;
+    __syncthreads();
+    if (warp || i >= n) { return; }
+#pragma unroll
+    for (int k = 1; k < ADD_WARPS; k++) { add(sums[k][lane]); }
     ((float4 *) st.z)[i] = z;
 }
 
@@ -309,6 +317,7 @@ void kvq_launch_fold(const kvq_fold_args & a, int n_streams, cudaStream_t stream
               n_id_blocks = (a.n_ids + FOLD_ROWS - 1) / FOLD_ROWS;
     kvq_launch_early(sum_kernel, dim3(a.n_chunks, a.n_in * n_slices, n_streams * n_id_blocks), 32 * WARPS,
         sizeof(portion), stream, a);
-    kvq_launch_early(add_kernel, dim3((a.n_ids * a.n_in * a.stride / 4 + 255) / 256, n_streams), 256, 0, stream, a);
+    kvq_launch_early(add_kernel, dim3((a.n_ids * a.n_in * a.stride / 4 + ADD_AT_ONCE - 1) / ADD_AT_ONCE, n_streams),
+        32 * ADD_WARPS, 0, stream, a);
     kvq_launch_early(apply_kernel, dim3(a.n_tiles, n_streams), 32 * APPLY_WARPS, 0, stream, a);
 }

@@ -49,10 +49,21 @@ static __global__ void __launch_bounds__(32 * WARPS) coords_kernel(const __grid_
         }
     }
     __syncwarp();
-    for (int j = lane; j < b.n; j += 32) {
-        float sum = 0.0f;
-        for (int i = 0; i < b.width; i++) { sum += row[i] * __ldg(a.in + (size_t) i * b.n + j); }
-        z[j] = sum;
+    constexpr int AT_ONCE = 4; // sums of a lane: their loads are under way together
+    for (int j0 = lane; j0 < b.n; j0 += 32 * AT_ONCE) {
+        float sum[AT_ONCE] = {};
+#pragma unroll 8
+        for (int i = 0; i < b.width; i++) {
+            const float x = row[i];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++) {
+                sum[k] += x * __ldg(a.in + (size_t) i * b.n + min(j0 + 32 * k, b.n - 1));
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            if (j0 + 32 * k < b.n) { z[j0 + 32 * k] = sum[k]; }
+        }
     }
     __syncwarp();
     const int e = scale_of(z, b.n);
