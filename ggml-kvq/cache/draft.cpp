@@ -71,7 +71,8 @@ bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) 
         return false;
     }
     if (config.is_instead) { fitted_to = declared.name; }
-    if (beside_host && config.options.values.count("coords") && !config.options.is("coordinates", "on")) {
+    if (beside_host && config.options.values.count("coords") && !config.options.given.count("coords") &&
+        !config.options.is("coordinates", "on")) {
         config.options.values["coords"] = "0"; // read slowly there: nothing takes them unless asked
     }
     predicts = model.n_layer_nextn > 0 && il >= model.n_layer - model.n_layer_nextn;

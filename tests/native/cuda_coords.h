@@ -27,9 +27,9 @@ static void share_coords(pair_of_layers * const (&both)[2], int n_head, int D) {
 
 // Queries of a layer on both sides
 static double check_coords_attention(
-    kvq_cuda_device & d, pair_of_layers * const (&both)[2], int layer, int n_kv, int n_q, bool stayed) {
+    kvq_cuda_device & d, pair_of_layers * const (&both)[2], int layer, int n_kv, int n_q, int gqa, bool stayed) {
     const kvq_lane_layout & l = both[0]->lane[layer][0]->layout();
-    const int D = l.codec.head_size, H = 2 * l.n_head;
+    const int D = l.codec.head_size, H = gqa * l.n_head;
     std::vector<float> q((size_t) n_q * H * D), want(q.size()), got(q.size(), NAN);
     for (auto & x : q) { x = normal(); }
     device_bytes tq(d, 4 * q.size(), q.data()), to(d, 4 * q.size(), got.data());
@@ -61,13 +61,15 @@ static double check_coords_attention(
         norm += (double) want[i] * want[i];
     }
     const double rel = sqrt(err / norm);
-    CHECK(rel < 2e-3, "layer %d, %d cells, %d queries: relative error %.3g", layer, n_kv, n_q, rel);
+    CHECK(rel < 2e-3, "layer %d, %d cells, %d queries of %d heads: relative error %.3g", layer, n_kv, n_q, H, rel);
     return rel;
 }
 
 static int check_store(kvq_cuda_device & d, const char * method, const char * opts, int n_steps, bool images);
 
-static double check_coords_reading(kvq_cuda_device & d, const char * opts, int n_head, int D) {
+// apart: positions of a page are further from each other than a table reaches
+static double check_coords_reading(
+    kvq_cuda_device & d, const char * opts, int n_head, int D, int gqa, bool apart = false) {
     const int W = n_head * D, n_cells = 512, n_kv = 400;
     pair_of_layers host(kvq_cpu_device(), "auto", opts, n_head, D, n_cells, 1),
         there(d, "auto", opts, n_head, D, n_cells, 1);
@@ -80,7 +82,11 @@ static double check_coords_reading(kvq_cuda_device & d, const char * opts, int n
     for (int first = 0; first < n_kv; first += 100) {
         std::vector<int64_t> idx(100);
         std::vector<int32_t> pos(100);
-        for (int i = 0; i < 100; i++) { idx[(size_t) i] = pos[(size_t) i] = first + i; }
+        for (int i = 0; i < 100; i++) {
+            const int cell = first + i;
+            idx[(size_t) i] = cell;
+            pos[(size_t) i] = apart ? cell % 3 * 500 + cell / 3 : cell + 37;
+        }
         for (int x = 0; x < 4; x++) {
             std::vector<float> rows((size_t) 100 * W);
             for (size_t j = 0; j < rows.size(); j++) { rows[j] = normal() + mean[x / 2][x % 2][j % (size_t) W]; }
@@ -96,12 +102,14 @@ static double check_coords_reading(kvq_cuda_device & d, const char * opts, int n
     CHECK(there.counters.n_sealed > 8, "few pages are sealed");
     const int64_t n_folded = d.n_folded;
     for (const int n_q : { 1, 20, 150 }) {
-        for (int i = 0; i < 2; i++) { worst = std::max(worst, check_coords_attention(d, both, i, n_kv, n_q, true)); }
+        for (int i = 0; i < 2; i++) {
+            worst = std::max(worst, check_coords_attention(d, both, i, n_kv, n_q, gqa, true));
+        }
     }
     CHECK((d.n_folded > n_folded) == (D == 64 || D == 128), "heads of %d: sums of coordinates %d times", D,
         (int) (d.n_folded - n_folded));
     for (pair_of_layers * p : both) { p->shift(0, 100, 2); }
-    worst = std::max(worst, check_coords_attention(d, both, 1, n_kv, 1, false));
+    worst = std::max(worst, check_coords_attention(d, both, 1, n_kv, 1, gqa, false));
     CHECK(d.error().empty(), "%s", d.error().c_str());
     return worst;
 }
@@ -113,9 +121,14 @@ static void check_coords(kvq_cuda_device & d, int n_steps) {
              "level=14,means=on,pairs=sorted,coords=4,window=32,coordinates=on" }) {
         check_store(d, "auto", opts, n_steps, true);
         const int n_rows = check_store(d, "auto", opts, n_steps, false);
-        worst = std::max({ worst, check_coords_reading(d, opts, 2, 64), check_coords_reading(d, opts, 1, 128),
-            check_coords_reading(d, opts, 3, 80) });
+        worst =
+            std::max({ worst, check_coords_reading(d, opts, 2, 64, 3), check_coords_reading(d, opts, 2, 64, 1, true),
+                check_coords_reading(d, opts, 1, 128, 8), check_coords_reading(d, opts, 3, 80, 2) });
         printf("store, auto %s: %d random operations, %d rows as on the CPU; attention's worst relative error %.2g\n",
             opts, n_steps, n_rows, worst);
     }
+    // more coordinates than the usual kernel takes
+    const char * many = "level=3,means=on,pairs=sorted,coords=64,window=32,coordinates=on";
+    worst = std::max(check_coords_reading(d, many, 2, 64, 2), check_coords_reading(d, many, 4, 128, 4));
+    printf("attention over 126 and 254 coordinates: worst relative error %.2g\n", worst);
 }

@@ -2,6 +2,7 @@
 #include "cuda/device/device.h"
 
 #include "cuda/far/far.cuh"
+#include "cuda/policy/coords.cuh"
 #include "types/far_rows.h"
 
 #include <algorithm>
@@ -87,19 +88,27 @@ bool kvq_cuda_device::lists(const kvq_attn & f, int n) const {
     return kvq_decode_fits(a, 0) && a.listed;
 }
 
+static const char OF_COORDS[] = "several kernels for coordinates, at half of f16's speed (less with more than 8 query "
+                                "heads a KV head, and where not all channels turn)";
 // 313 us instead of 46
 static const char FOR_EACH_TOKEN[] = "f16 rows made for each token, about 7 times slower";
+
+static bool reads_coords(kvq_attend_args a, const kvq_lane_layout & k) {
+    a.part = 1;
+    return kvq_reads_coords(k.codec, k.n_head) && kvq_decode_means(a) && kvq_decode_fits(a, 0);
+}
 
 const char * kvq_cuda_device::slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
     if (flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { return nullptr; }
     cudaSetDevice(ordinal);
     kvq_attend_args a = decode_args(k.codec, v.codec, k.evicts);
+    if (k.codec.coords) { return reads_coords(a, k) ? OF_COORDS : FOR_EACH_TOKEN; }
     if (!kvq_decode_fits(a, 0)) {
         if (a.k.split) { return FOR_EACH_TOKEN; }
         // one H200, heads of 256 at 32k cells: 400 and 2000 us a layer instead of 25 and 35
         return a.k.type == KVQ_TYPE_LATTICE ? "tiles, about 60 times slower" : "tiles, about 15 times slower";
     }
-    if ((a.k.split && !k.centred) || k.codec.coords) { return FOR_EACH_TOKEN; }
+    if (a.k.split && !k.centred) { return FOR_EACH_TOKEN; }
     a.waves = (const uint16_t *) &a; // any: is there a kernel for pages without their means?
     if (k.centred && !k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) { return FOR_EACH_TOKEN; }
     return nullptr;
@@ -127,7 +136,8 @@ const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & 
         a.far_row_k = (int) kvq_far_row_bytes(format, k.head_size); // a block that picks holds some rows
         a.far_row_v = (int) kvq_far_row_bytes(format, v.head_size);
         if (k.split && part == 1 && !kvq_decode_split_keys(a)) {
-            return "CUDA fetches far rows for split keys with bits 0/2, 0/4, 1/2, 1/3, 1/4, 2/4 and 4/4 of the fast "
+            return "CUDA fetches far rows for split keys with bits 0/1, 0/2, 0/4, 1/2, 1/3, 1/4, 2/4 and 4/4 of the "
+                   "fast "
                    "and "
                    "the slow half";
         }

@@ -32,8 +32,8 @@ bool kvq_cuda_device::may_read_coords(const kvq_attend_args & a, const kvq_attn 
     const kvq_attn & f = attn[0];
     const int D = f.k.head_size;
     bool may = allow_means && f.k_basis && f.v_basis && f.rotary && f.k_mean && f.v_mean && !f.softcap && a.n_pages &&
-        !a.map_stride && a.n_q * a.n_head <= MOST_ROWS && a.gqa <= KVQ_COORD_ROWS && (D == 64 || D == 128) &&
-        f.v.head_size == D && f.rotary->n_dims == D && f.k_basis->n <= 32 * KVQ_COORD_GROUPS;
+        !a.map_stride && a.n_q * a.n_head <= MOST_ROWS && a.gqa <= KVQ_COORD_ROWS &&
+        kvq_reads_coords(f.k, f.n_head_kv) && f.v.head_size == D && f.rotary->n_dims == D;
     for (int i = 0; i < n_streams; i++) { may = may && attn[i].flags & KVQ_ATTN_STAYED; }
     for (const int part : { 1, 2 }) {
         kvq_attend_args b = a;
@@ -111,6 +111,7 @@ bool kvq_cuda_device::describe_fold(
     f.dst_stride_token = a.dst_stride_token;
     f.dst_stride_head = a.dst_stride_head;
     f.n_in = chain ? 2 : 1;
+    f.fresh = !chain;
     if (chain && !chain[1].from[0].bits) { return true; }
     const kvq_predictor * const from = chain ? chain[1].from : nullptr;
     f.n_tiles = chain ? from[0].n_tiles() : (attn[0].v_basis->width + 15) / 16;

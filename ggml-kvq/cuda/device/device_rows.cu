@@ -186,7 +186,9 @@ void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t 
     const kvq_row_transform * x, int) {
     const float * const mean = mean_of(x[0].mean, (size_t) l.n_head * l.codec.head_size);
     const kvq_device_order order = order_of(x[0].order, (size_t) l.n_head * l.codec.head_size, false);
-    const kvq_turn_args shape = turn_shape(l, x[0]);
+    int of = 0; // a page with coordinates, where there is one
+    while (of + 1 < n && !x[of].basis) { of++; }
+    const kvq_turn_args shape = turn_shape(l, x[of]);
     // These go before all else that waits: a tile that was given back may still have to be read, and one that is read
     // here may still have to be written.
     const auto writes = [&](const uint16_t * p) { return to_write.count(p) > 0; };

@@ -92,9 +92,9 @@ template <int D, int GROUPS> struct logits_memory {
         __syncwarp();
     }
     // Keys of 16 cells, over the scales of their coordinates: 16 pairs of channels, turned to these positions of the
-    // thread's two cells. near_by: from `first` on. key: [first, second of pairs][8 channels][cell, channel]
+    // thread's two cells. near_by: from `from` on. key: [first, second of pairs][8 channels][cell, channel]
     __device__ __forceinline__ void keys(const kvq_coord_read_args & a, const uint32_t (&x)[GROUPS][4],
-        const int32_t (&pos)[2], int32_t first, bool near_by, int tile, float (&key)[2][2][4]) const {
+        const int32_t (&pos)[2], int32_t from, bool near_by, int tile, float (&key)[2][2][4]) const {
         const int lane = threadIdx.x % 32, c = lane % 4;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -117,7 +117,7 @@ template <int D, int GROUPS> struct logits_memory {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int pair = tile * 16 + j * 8 + 2 * c + e % 2;
-                const float2 f = near_by ? __half22float2(near[pos[e / 2] - first][pair])
+                const float2 f = near_by ? __half22float2(near[pos[e / 2] - from][pair])
                                          : turn_factors(a.rotary, pos[e / 2], false, pair);
                 const float u = key[0][j][e], v = key[1][j][e];
                 key[0][j][e] = u * f.x - v * f.y;
@@ -131,7 +131,7 @@ template <int D, int GROUPS> struct logits_memory {
 //   keys = coordinates (16 cells x 32) times the basis (32 x 8 channels)     bytes, sums are whole numbers
 //   logits = keys, turned to their positions (16 cells x 16 channels), times queries (16 x 8 rows)     f16
 // What the first product gives a thread is what the second one wants of it. q . R_p k = (R_-p0 q) . R_(p - p0) k: where
-// all positions of a page lie within NEAR of its first one, cosines come from a table (waves) in shared memory.
+// all positions of a page lie within NEAR of a multiple of 64, cosines come from a table (waves) in shared memory.
 template <int D, int GROUPS>
 __global__ void __launch_bounds__(32 * WARPS, GROUPS > 3 ? 1 : 2)
     logits_kernel(const __grid_constant__ kvq_coord_read_args a) {
@@ -180,12 +180,13 @@ __global__ void __launch_bounds__(32 * WARPS, GROUPS > 3 ? 1 : 2)
             first = min(first, __shfl_xor_sync(~0u, first, d));
             last = max(last, __shfl_xor_sync(~0u, last, d));
         }
-        const bool near_by = first <= last && last - first < NEAR;
-        memory.turn_queries(a, warp, near_by ? first : -1);
+        const int32_t from = first & ~63; // numbers of images are multiples of 64 apart (engine/rope.h)
+        const bool near_by = first <= last && last - from < NEAR;
+        memory.turn_queries(a, warp, near_by ? from : -1);
         int32_t pos[2][2];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            pos[i / 2][i % 2] = max(__shfl_sync(~0u, here, i / 2 * 16 + i % 2 * 8 + g), near_by ? first : 0);
+            pos[i / 2][i % 2] = max(__shfl_sync(~0u, here, i / 2 * 16 + i % 2 * 8 + g), near_by ? from : 0);
         }
         float o[2][4] = {};
 #pragma unroll 1
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(32 * WARPS, GROUPS > 3 ? 1 : 2)
 #pragma unroll
             for (int m = 0; m < 2; m++) {
                 float key[2][2][4];
-                memory.keys(a, x[m], pos[m], first, near_by, tile, key);
+                memory.keys(a, x[m], pos[m], from, near_by, tile, key);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const uint32_t k[4] = { pack_half2(key[i][0][0], key[i][0][1]),

@@ -11,6 +11,10 @@
 constexpr int KVQ_COORD_ROWS = 8;   // query rows of a KV head, at most
 constexpr int KVQ_COORD_GROUPS = 8; // of 32 coordinates
 
+// Is there a kernel for coordinates of such heads, all of whose channels turn?
+static inline bool kvq_reads_coords(const kvq_codec & keys, int n_head_kv) {
+    return (keys.head_size == 64 || keys.head_size == 128) && keys.coords * n_head_kv - 2 <= 32 * KVQ_COORD_GROUPS;
+}
 static inline int kvq_coord_stride(const kvq_basis & b) { return (b.n + 31) / 32 * 32; }
 
 struct kvq_coord_read_args {

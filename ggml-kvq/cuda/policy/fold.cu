@@ -75,8 +75,9 @@ __global__ void __launch_bounds__(32 * WARPS, 1) sum_kernel(const __grid_constan
             is_here[i] = cells0 + 16 * i < end && page.n_slots && page.v_params;
         }
     };
-    start(begin); // rows are older than the kernel before this one, logits are not
-    early_wait();
+    if (a.fresh) { early_wait(); }
+    start(begin);
+    if (!a.fresh) { early_wait(); }          // then rows are older than the kernel before this one, logits are not
     const float * logits[FOLD_ROWS / WARPS]; // of rows warp, warp + WARPS, ..
     float less[FOLD_ROWS / WARPS], all[FOLD_ROWS / WARPS] = {};
 #pragma unroll

@@ -19,6 +19,7 @@ struct kvq_fold_args {
     int n_cells, n_chunks, chunk, at_once; // chunk: cells of a block, at_once: of them at a time; multiples of 64
     int stride;                            // of rows in 8 bits: channels, and bytes
     int n_in;                              // inputs: 2, or 1
+    bool fresh;                            // rows are made by a kernel of this call
     int64_t dst_stride_token, dst_stride_head;
     const float * mean;         // of values, [head kv][size_v]
     const uint8_t * weights[2]; // kvq_order_weights8: of this layer's keys, of the layer's before
