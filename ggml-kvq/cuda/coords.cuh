@@ -4,8 +4,6 @@
 #include "turn.cuh"
 #include "types/basis.h"
 
-constexpr int KVQ_COORD_WORDS = KVQ_MAX_COORDS / 4; // most words of four coordinates
-
 // kvq_coord_scale
 static __device__ __forceinline__ float coord_scale(int e) { return __int_as_float((e << 20) + (111 << 23)); }
 

@@ -137,9 +137,7 @@ const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & 
         a.far_row_v = (int) kvq_far_row_bytes(format, v.head_size);
         if (k.split && part == 1 && !kvq_decode_split_keys(a)) {
             return "CUDA fetches far rows for split keys with bits 0/1, 0/2, 0/4, 1/2, 1/3, 1/4, 2/4 and 4/4 of the "
-                   "fast "
-                   "and "
-                   "the slow half";
+                   "fast and the slow half";
         }
         if (!kvq_decode_fits(a, 0)) {
             return "attention that fetches needs more shared memory a block than this card has: take far=q8 or far=q4, "
