@@ -4,6 +4,7 @@
     bench_states.py -m MODEL.gguf [--depth 7000] [-t 2] [--rounds 5] [--arms "upstream,kivi,kivi:state=compact"]
     bench_states.py -m MODEL.gguf --switch        llama-server: a request after the other conversation had the slot
     bench_states.py -m MODEL.gguf --request 8000  llama-server: a new prompt, with the checkpoints that it makes
+    bench_states.py -m MODEL.gguf --held 64       llama-server: prompts of 2000 tokens that a RAM cache of 64 MiB holds
 
 declare=TYPE is the type that llama.cpp declares (-ctk, -ctv), auto: the smallest that holds the method. Arms of f16
 hold the same rows: one context of upstream's computes them, the others restore them. Arms that are declared smaller
@@ -22,12 +23,15 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from ctypes import POINTER, c_int8, c_int32, c_void_p, pointer
 from pathlib import Path
 from typing import Any
 
+import ggml_kvq
 import numpy as np
 import numpy.typing as npt
 from ggml_kvq import Model, _paths, declared, gguf_header
@@ -39,6 +43,7 @@ ARMS = (
     "kivi:declare=auto,higgs:declare=auto,auto:bits=2.5:declare=auto,aqua:predictor=none:declare=auto,"
     "zipcache:declare=auto"
 )
+HELD = 2000  # tokens of a prompt of --held
 CHUNK, SEQUENCES = 256, 255  # tokens of a sequence while the rows are computed: attention over them is short
 Bytes = npt.NDArray[np.uint8]
 
@@ -173,7 +178,7 @@ def few(stats: dict[str, Any]) -> dict[str, Any]:
 class Server:
     """A llama-server of one slot, whose states take their usual ways: its RAM cache and its checkpoints."""
 
-    def __init__(self, arm: str, a: argparse.Namespace, port: int) -> None:
+    def __init__(self, arm: str, a: argparse.Namespace, port: int, more: Sequence[str] = ()) -> None:
         method, opts, k, v = types(arm, a.model)
         env, flags = dict(os.environ), ["-ctk", k, "-ctv", v]
         if method != "upstream":
@@ -184,7 +189,9 @@ class Server:
         command += ["-t", str(a.threads), "--port", str(port), "--no-webui", *flags]
         self.url = f"http://127.0.0.1:{port}"
         self.seconds: list[float] = []
-        self.process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [*command, *more], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         for _ in range(600):
             try:
                 urllib.request.urlopen(self.url + "/health", timeout=1)
@@ -192,12 +199,20 @@ class Server:
             except OSError:
                 time.sleep(0.1)
 
-    def ask(self, prompt: list[int]) -> None:
-        body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "cache_prompt": True}
-        request = urllib.request.Request(self.url + "/completion", json.dumps(body).encode())
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
+        return json.loads(urllib.request.urlopen(request, timeout=600).read())
+
+    def ask(self, prompt: list[int], n_predict: int = 1) -> dict[str, Any]:
+        body = {"prompt": prompt, "n_predict": n_predict, "temperature": 0, "cache_prompt": True}
         t = time.perf_counter()
-        urllib.request.urlopen(request, timeout=600).read()
+        answer = self.post("/completion", body)
         self.seconds.append(time.perf_counter() - t)
+        return dict(answer)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
 
 
 def requests(a: argparse.Namespace) -> list[dict[str, Any]]:
@@ -220,8 +235,33 @@ def requests(a: argparse.Namespace) -> list[dict[str, Any]]:
         ]
     finally:
         for server in servers:
-            server.process.terminate()
-            server.process.wait()
+            server.stop()
+
+
+def held(arm: str, a: argparse.Namespace) -> dict[str, Any]:
+    """Twelve prompts of 2000 tokens go to a server with one slot, twice each: the second time only the last token is
+    computed, as when a prompt comes back. Then they come back, the newest first, until one is computed anew: how many
+    the RAM cache held, and how many of them go on in the text that they had the second time.
+    """
+    text = (Path(ggml_kvq.__file__).parent / "data" / "predictors.txt").read_text()
+    with tempfile.TemporaryDirectory(prefix="kvq-held-") as folder:
+        server = Server(arm, a, a.port, ["--cache-ram", str(a.held), "--slot-save-path", f"{folder}/"])
+        try:
+            tokens = server.post("/tokenize", {"content": text})["tokens"]
+            prompts = [tokens[i * HELD // 4 : i * HELD // 4 + HELD] for i in range(12)]
+            texts = [[server.ask(prompt, 24)["content"] for _ in range(2)][1] for prompt in prompts]
+            server.post("/slots/0?action=save", {"filename": "slot"})
+            n_held = n_same = 0
+            for i in range(len(prompts) - 2, -1, -1):
+                answer = server.ask(prompts[i], 24)
+                if answer["timings"]["cache_n"] < HELD // 2:
+                    break
+                n_held += 1
+                n_same += answer["content"] == texts[i]
+            size = (Path(folder) / "slot").stat().st_size
+            return {"arm": arm, "held": n_held, "same": n_same, "slot_mib": round(size / 2**20, 2)}
+        finally:
+            server.stop()
 
 
 def options() -> argparse.Namespace:
@@ -236,6 +276,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--device", help="of upstream's cache (default: as Model)")
     p.add_argument("--switch", action="store_true", help="llama-server's change of conversations instead")
     p.add_argument("--request", type=int, default=0, help="a request of so many tokens to llama-server instead")
+    p.add_argument("--held", type=int, default=0, help="MiB of llama-server's RAM cache: what it holds instead")
     p.add_argument("--port", type=int, default=8791, help="of the first arm's server; the others' come behind it")
     p.add_argument("--json", type=Path, help="append the rows here")
     a = p.parse_args()
@@ -247,6 +288,14 @@ def main() -> None:
     a = options()
     command = shlex.join([Path(sys.executable).name, *sys.argv])
     print(command)
+    for arm in a.arms if a.held else ():
+        row = held(arm, a)
+        print(
+            f"{arm:28} {row['held']:3} held, {row['same']} of them go on as before, {row['slot_mib']:6} MiB a slot file",
+            flush=True,
+        )
+    if a.held:
+        return
     rows = requests(a) if a.switch or a.request else measure(a)
     kinds = ("get", "set", "switch", "request")
     base = sum(rows[0][k] for k in kinds if k in rows[0])

@@ -7,7 +7,8 @@ memory must stay as it is.
     soak_server.py --minutes 20 --method kivi --declare q4_0 --slots 2 --clients 6 --cache-ram 32
 
 Several clients of a slot take it from each other, so that llama-server puts their prompts into its RAM cache.
-Prints one line of JSON with counts; exit code 1 when something was not as it should be.
+Prints one line of JSON with counts and the server's resident memory minute by minute, in MiB; exit code 1 when
+something was not as it should be. --method upstream runs the same load over llama.cpp's own cache, to compare with.
 """
 
 from __future__ import annotations
@@ -57,17 +58,16 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.saved: dict[int, list[str]] = {i: [] for i in range(args.slots)}
-        env = {
-            **os.environ,
-            "KVQ_METHOD": args.method,
-            "KVQ_OPTS": args.opts,
-            "GGML_BACKEND_PATH": str(_paths.backend()),
-        }
+        self.memory: list[float] = []
+        ours = args.method != "upstream"
+        env = dict(os.environ)
+        if ours:
+            env.update(KVQ_METHOD=args.method, KVQ_OPTS=args.opts, GGML_BACKEND_PATH=str(_paths.backend()))
         flags = [
             "-m",
             str(args.model),
             "-dev",
-            "KVQ0",
+            "KVQ0" if ours else "none",
             "-fa",
             "on",
             "-c",
@@ -182,17 +182,20 @@ class Soak:
         for t in threads:
             t.start()
         for t in threads:
-            t.join()
+            while t.is_alive():
+                t.join(60)
+                self.memory.append(round(self.rss() / 1024, 1))
+                print(f"{self.memory[-1]} MiB, {sum(self.counts.values())} requests", file=sys.stderr, flush=True)
         time.sleep(1)
 
     def run(self) -> dict[str, Any]:
         self.wait()
         seconds = 60 * self.args.minutes
         before = self.probes()
-        self.load(0.2 * seconds)  # every buffer has its size by then
+        self.load(0.6 * seconds)  # llama-server's RAM cache and heap have their size by then
         self.probes()
         rss = self.rss()
-        self.load(0.8 * seconds)
+        self.load(0.4 * seconds)
         after = self.probes()
         grown = self.rss() / rss - 1
         if after != before:
@@ -210,7 +213,7 @@ class Soak:
             "method": self.args.method,
             "minutes": self.args.minutes,
             **self.counts,
-            "rss_mib": rss >> 10,
+            "rss_mib": self.memory,
             "grown": round(grown, 4),
             "problems": self.problems,
         }

@@ -6,6 +6,7 @@
 #include "types/far_rows.h"
 #include "types/types.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <sys/mman.h>
@@ -89,11 +90,14 @@ public:
         kvq_parallel_for(n, n_threads, write, 16);
     }
 
-    bool enter_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const uint16_t * rows, int) override {
+    bool enter_rows(
+        const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const uint16_t * rows, int n_threads) override {
         const size_t D = (size_t) l.codec.head_size, nb_head = (size_t) l.page_cells * (size_t) l.head_stride();
-        for (int64_t i = 0; i < n; i++) {
-            for (size_t h = 0; h < (size_t) l.n_head; h++, rows += D) { memcpy(to[i] + h * nb_head, rows, 2 * D); }
-        }
+        const auto enter = [&](int64_t i) {
+            const uint16_t * row = rows + (size_t) i * D * (size_t) l.n_head;
+            for (size_t h = 0; h < (size_t) l.n_head; h++, row += D) { memcpy(to[i] + h * nb_head, row, 2 * D); }
+        };
+        kvq_parallel_for(n, n_threads, enter, 64);
         return true;
     }
 
@@ -159,7 +163,23 @@ public:
 } // namespace
 
 void kvq_cpu_copy_all(const kvq_copy_job * jobs, size_t n, int n_threads) {
-    kvq_parallel_for((int64_t) n, n_threads, [&](int64_t i) { memcpy(jobs[i].to, jobs[i].from, jobs[i].nb); }, 8);
+    constexpr size_t NB_PART = 1 << 17;
+    std::vector<kvq_copy_job> parts; // of large ones
+    for (size_t i = 0; i < n; i++) {
+        for (size_t at = 0; jobs[i].nb > NB_PART && at < jobs[i].nb; at += NB_PART) {
+            parts.push_back(
+                { (char *) jobs[i].to + at, (const char *) jobs[i].from + at, std::min(NB_PART, jobs[i].nb - at) });
+        }
+    }
+    const auto copy_part = [&](int64_t i) {
+        const kvq_copy_job & x = parts[(size_t) i];
+        memcpy(x.to, x.from, x.nb);
+    };
+    const auto copy = [&](int64_t i) {
+        if (jobs[i].nb <= NB_PART) { memcpy(jobs[i].to, jobs[i].from, jobs[i].nb); }
+    };
+    kvq_parallel_for((int64_t) parts.size(), n_threads, copy_part);
+    kvq_parallel_for((int64_t) n, n_threads, copy, 8);
 }
 
 kvq_device & kvq_cpu_device() {

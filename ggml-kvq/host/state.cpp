@@ -1,6 +1,7 @@
 #include "state.h"
 
 #include "base/parallel.h"
+#include "engine/host.h"
 #include "gguf/fingerprint.h"
 #include "state_lanes.h"
 #include "store/small_rows.h"
@@ -87,7 +88,7 @@ static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell,
         }
         put_marks(t, v, hashes, a.data(), b.data(), plane, pc);
         lanes.part(0, pc, rows_of_page, page.data());
-        if (lane.is_marked_image(s, p, page.data())) { return; }
+        if (lane.is_marked_image(s, p, page.data(), threads_of(t))) { return; }
         std::copy(before.begin(), before.end(), rows_of_page); // another page can be restored without those bits
         n_tries++;
     }
@@ -151,7 +152,10 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
             " of cells that were evicted: restore it with its method";
     }
     for (const int r : evicted) { // a mark may have its other rows in the next call
-        std::fill_n(v.edit(r), v.head_size, KVQ_EVICTED);
+        const uint16_t * const row = v.row(r);
+        if (std::any_of(row, row + v.head_size, [](uint16_t x) { return x != KVQ_EVICTED; })) {
+            std::fill_n(v.edit(r), v.head_size, KVQ_EVICTED);
+        }
     }
     for (auto f = open.begin(); f != open.end();) {
         const kvq_mark & m = f->mark;
@@ -339,14 +343,17 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
     };
     if (r.head) { read(r.row0); }
     if (r.tail) { read(r.row1 - 1); }
-    if (own) { memcpy((char *) own + r.head, data, size); }
+    if (own) {
+        const kvq_copy_job all = { (char *) own + r.head, data, size };
+        kvq_cpu_copy_all(&all, 1, n_threads);
+    }
     const uint16_t * const rows = own ? own : (const uint16_t *) data;
 
     kvq_arrivals & in = t.cache->arrivals;
     const bool staged = in.data == data; // one buffer for one tensor after the other: they come from a file
     std::string why = in.damage;
     const auto restore = [&](int s, int cell, const kvq_mark_rows_view & v) {
-        why = lanes.refuses(v.n, v.rows);
+        why = lanes.refuses(v.n, v.rows, n_threads);
         if (why.empty()) { lanes.restore(s, cell, v.n, v.rows, n_threads, &v); }
     };
     each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {

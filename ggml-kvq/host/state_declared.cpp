@@ -68,7 +68,7 @@ static std::string take_lone(
         }
         if (tagged) { kvq_tag_put(l, row, (size_t) l.codec.head_size, pos); }
     }
-    return lanes.refuses(n, rows.data());
+    return lanes.refuses(n, rows.data(), threads_of(t));
 }
 
 void kvq_write_declared(

@@ -74,8 +74,8 @@ struct row_lanes {
         }
     }
     // why rows cannot be restored, "" when they can
-    std::string refuses(int n_rows, const uint16_t * rows) const {
-        if (n == 1) { return lane[0]->refuses(n_rows, rows); }
+    std::string refuses(int n_rows, const uint16_t * rows, int n_threads) const {
+        if (n == 1) { return lane[0]->refuses(n_rows, rows, n_threads); }
         std::vector<uint16_t> one;
         std::string why;
         for (int i = 0; i < n && why.empty(); i++) {

@@ -21,6 +21,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 constexpr int MAX_IMAGE = 8; // mantissa bits
 constexpr size_t TAIL = 8;   // score, age
@@ -136,10 +137,16 @@ void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
         }
     }
     if (blocks.empty()) { return; }
-    std::vector<uint8_t> codes_copy, params_copy; // pages of slots lie side by side
-    const size_t n_blocks = (size_t) n_store * (size_t) n_head;
-    const uint8_t * const codes = x.view<uint8_t>(x.codes_at(s, 0, 0), n_blocks * l.nb_codes, codes_copy);
-    const uint8_t * const params = x.view<uint8_t>(x.params_at(s, 0, 0), n_blocks * l.nb_params, params_copy);
+    const size_t n_blocks = (size_t) (blocks.back().page + 1) * (size_t) n_head; // pages of slots lie side by side
+    std::unique_ptr<uint8_t[]> copies[2];
+    const auto here = [&](const uint8_t * from, size_t nb, std::unique_ptr<uint8_t[]> & copy) {
+        if (x.device.is_host()) { return from; }
+        copy.reset(new uint8_t[nb]);
+        x.device.get(copy.get(), from, nb);
+        return (const uint8_t *) copy.get();
+    };
+    const uint8_t * const codes = here(x.codes_at(s, 0, 0), n_blocks * l.nb_codes, copies[0]);
+    const uint8_t * const params = here(x.params_at(s, 0, 0), n_blocks * l.nb_params, copies[1]);
     const auto read = [&](int64_t i) {
         const size_t b = (size_t) i;
         const size_t at = (size_t) blocks[b].page * (size_t) n_head + (size_t) blocks[b].head;

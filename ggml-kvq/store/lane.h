@@ -30,6 +30,7 @@ struct kvq_counters {
 };
 
 constexpr int KVQ_RESTORE_PAGES = 32; // of a state that is restored, in scratch
+constexpr int KVQ_ENTER_PAGES = 8;    // whose rows are restored in one piece
 
 class kvq_lane;
 struct kvq_mark_rows_view;
@@ -100,7 +101,7 @@ public:
     // Why rows, or a block by itself, cannot be restored here, "" when they can: their positions are no cache's. Tables
     // of rotary embeddings grow with the largest position, so one that is made up would cost hundreds of MB. Asked
     // before anything is restored.
-    std::string refuses(int n, const uint16_t * rows) const;
+    std::string refuses(int n, const uint16_t * rows, int n_threads = 1) const;
     std::string refuses(const kvq_page_image & image) const;
     // v: the same rows, of which some were edited; NULL: no row was edited
     void restore(
@@ -111,7 +112,7 @@ public:
     // Of a sealed page: the block as it is, and may the rows of its image carry a mark, whose bits they have?
     kvq_page_image block_of(int s, int p) const;
     kvq_page_image positions_of(int s, int p) const; // what goes with it
-    bool is_marked_image(int s, int p, const uint16_t * rows) const;
+    bool is_marked_image(int s, int p, const uint16_t * rows, int n_threads = 1) const;
     bool blocks_travel() const; // do blocks mean the same in another cache?
     // image: its positions. False: the page cannot hold it and is unchanged
     bool place_block(
@@ -170,7 +171,7 @@ public:
     void keep_page(int s, int p, uint16_t * tile);
     void encode_page(int s, int p, uint16_t * tile);
     void decode_page(int s, int p, uint16_t * tile) const;
-    bool take_image(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const;
+    bool take_image(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out, int n_threads = 1) const;
     // host view of device bytes: the bytes themselves, or a copy in `temp`
     template <typename T> T * view(const void * p, size_t nb, std::vector<uint8_t> & temp) const {
         if (device.is_host() || !p) { return (T *) p; }

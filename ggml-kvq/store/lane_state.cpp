@@ -8,6 +8,7 @@
 #include "types/types.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 // ---------------------------------------------------------------- bytes on the host
@@ -88,26 +89,28 @@ kvq_page_image kvq_lane::block_of(int s, int p) const {
     return out;
 }
 
-bool kvq_lane::take_image(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const {
+bool kvq_lane::take_image(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out, int n_threads) const {
     const int D = l.codec.head_size, W = D * l.n_head;
     out.codes.assign(l.nb_codes * l.n_head, 0);
     out.params.assign(l.nb_params * l.n_head, 0);
     if (const kvq_policy * x = imager()) { return x->take_image(*this, s, p, rows, marked, out); }
-    static thread_local std::vector<uint16_t> head;
-    head.resize((size_t) l.page_cells * D);
     std::vector<uint8_t> codes_copy;
     const uint8_t * adopted = view<uint8_t>(codes_of ? codes_at(s, p, 0) : nullptr, l.nb_codes * l.n_head, codes_copy);
-    for (int h = 0; h < l.n_head; h++) {
-        for (int t = 0; t < l.page_cells; t++) {
+    std::atomic<bool> ok{ true };
+    kvq_parallel_for(l.n_head, n_threads, [&](int64_t h) {
+        static thread_local std::vector<uint16_t> head;
+        head.resize((size_t) l.page_cells * D);
+        for (int t = 0; ok && t < l.page_cells; t++) {
             memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * (size_t) D);
         }
-        if (!kvq_cpu_image_read(l.codec, head.data(), codes_of ? adopted + h * l.nb_codes : nullptr,
+        if (ok &&
+            !kvq_cpu_image_read(l.codec, head.data(), codes_of ? adopted + h * l.nb_codes : nullptr,
                 out.codes.data() + h * l.nb_codes, out.params.data() + h * l.nb_params, marked && !h)) {
-            return false;
+            ok = false;
         }
-    }
+    });
     if (codes_of) { out.codes.clear(); }
-    return true;
+    return ok;
 }
 
 int kvq_lane::mark_plane() const {
@@ -118,13 +121,14 @@ int kvq_lane::mark_plane() const {
     return plane < KVQ_MARK_PLANES && l.page_cells >= 2 * kvq_mark_rows(l.codec.head_size) ? plane : -1;
 }
 
-bool kvq_lane::is_marked_image(int s, int p, const uint16_t * rows) const {
+bool kvq_lane::is_marked_image(int s, int p, const uint16_t * rows, int n_threads) const {
     std::vector<uint16_t> entered(rows, rows + (size_t) l.page_cells * l.codec.head_size * l.n_head);
     for (const kvq_policy * x : policies) { x->enter(*this, entered.data(), l.page_cells); }
     kvq_page_image taken;
     const kvq_page_image is = block_of(s, p);
-    return !take_image(s, p, entered.data(), false, taken) && take_image(s, p, entered.data(), true, taken) &&
-        taken.codes == is.codes && taken.params == is.params;
+    return !take_image(s, p, entered.data(), false, taken, n_threads) &&
+        take_image(s, p, entered.data(), true, taken, n_threads) && taken.codes == is.codes &&
+        taken.params == is.params;
 }
 
 void kvq_lane::place(
@@ -193,13 +197,14 @@ std::string kvq_lane::refuses_position(int32_t pos) const {
         ": the state is damaged, or needs a longer context";
 }
 
-std::string kvq_lane::refuses(int n, const uint16_t * rows) const {
+std::string kvq_lane::refuses(int n, const uint16_t * rows, int n_threads) const {
     const size_t D = (size_t) l.codec.head_size;
-    int32_t most = -1;
-    for (int i = 0, n_rows = position_bound() ? n : 0; i < n_rows; i++) {
-        most = std::max(most, kvq_tag_get(l, rows + (size_t) i * D * (size_t) l.n_head, D));
-    }
-    return refuses_position(most);
+    std::vector<int32_t> pos(position_bound() ? (size_t) n : 0);
+    const auto look = [&](int64_t i) {
+        pos[(size_t) i] = kvq_tag_get(l, rows + (size_t) i * D * (size_t) l.n_head, D);
+    };
+    kvq_parallel_for((int64_t) pos.size(), n_threads, look, 128);
+    return pos.empty() ? "" : refuses_position(*std::max_element(pos.begin(), pos.end()));
 }
 
 std::string kvq_lane::refuses(const kvq_page_image & image) const {
@@ -334,16 +339,29 @@ void kvq_lane::restore(
     });
     kvq_block_puts puts(device, n_threads);
     std::vector<int64_t> idx;
-    for (int p = first; p <= last; p++) {
+    const auto is_rows = [&](int p) { // a whole page, and no image
+        const arriving & x = pages[(size_t) (p - first)];
+        return x.to - x.from == pc && (x.tried ? !x.is_image : !may_place(stream, p));
+    };
+    for (int p = first, next; p <= last; p = next) {
         arriving & x = pages[(size_t) (p - first)];
+        next = p + 1;
         if (x.to - x.from == pc && may_place(stream, p) &&
             (x.tried ? x.is_image : take_any_image(stream, p, x.rows, x.image))) {
             place(stream, p, x.image, x.image.codes.data(), x.image.params.data(), &puts);
             continue;
         }
-        idx.resize((size_t) (x.to - x.from));
+        int to = x.to; // such pages go together
+        const auto follows = [&](int q) {
+            const arriving & y = pages[(size_t) (q - first)];
+            return is_rows(q) && y.rows == x.rows + (size_t) (y.from - x.from) * W;
+        };
+        while (!l.pooled && is_rows(p) && next <= last && next - p < KVQ_ENTER_PAGES && follows(next)) {
+            to = pages[(size_t) (next++ - first)].to;
+        }
+        idx.resize((size_t) (to - x.from));
         for (size_t i = 0; i < idx.size(); i++) { idx[i] = (int64_t) stream * l.n_cells + x.from + (int64_t) i; }
-        enter_rows(stream, x.to - x.from, idx.data(), x.rows, n_threads);
+        enter_rows(stream, to - x.from, idx.data(), x.rows, n_threads);
     }
     puts.flush();
     commit(n_threads);

@@ -353,8 +353,9 @@ private:
     std::set<const uint16_t *> to_read, to_write; // tiles of what waits
     uint8_t *far_sums = nullptr, *logits_memory = nullptr;
     size_t n_far_sums = 0, nb_logits_memory = 0;
-    kvq_pinned_memory pinned; // alloc_host, alloc_far
-    kvq_staging staging;      // put_all
+    kvq_pinned_memory pinned;       // alloc_host, alloc_far
+    kvq_staging staging;            // put_all
+    std::vector<uint16_t> entering; // tiles of enter_rows
     bool waits() const {
         return !to_renew.empty() || !to_choose.empty() || !to_seal.empty() || !to_far.empty() || !to_turn.empty() ||
             !to_take.empty() || !to_copy.empty() || !to_put.empty() || !to_set.empty();

@@ -6,6 +6,7 @@
 #include "cuda/policy/predict.cuh"
 #include "cuda/seal/seal.cuh"
 #include "base/f16.h"
+#include "base/parallel.h"
 #include "types/lattice.h"
 
 #include <algorithm>
@@ -13,21 +14,28 @@
 
 // ---------------------------------------------------------------- rows of the host
 
-// A page that comes whole goes as the tile that it is there; fewer rows go as others do.
+// Pages that come whole go as the tiles that they are there; fewer rows go as others do.
 bool kvq_cuda_device::enter_rows(
-    const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const uint16_t * rows, int) {
-    const size_t D = (size_t) l.codec.head_size, stride = (size_t) l.head_stride(), pc = (size_t) l.page_cells;
-    if (n != (int64_t) pc) { return false; }
-    for (size_t t = 1; t < pc; t++) {
-        if (to[t] != to[0] + t * stride) { return false; }
+    const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const uint16_t * rows, int n_threads) {
+    const size_t D = (size_t) l.codec.head_size, stride = (size_t) l.head_stride(), pc = (size_t) l.page_cells,
+                 n_head = (size_t) l.n_head, tile = n_head * pc * stride;
+    if (n % l.page_cells) { return false; }
+    for (size_t i = 0; i < (size_t) n; i++) {
+        if (to[i] != to[i / pc * pc] + i % pc * stride) { return false; }
     }
-    std::vector<uint16_t> tile((size_t) l.n_head * pc * stride);
-    const int n_rows = (int) (pc * (size_t) l.n_head);
-    for (int i = 0; i < n_rows; i++) {
-        const size_t h = (size_t) i / pc, t = (size_t) i % pc;
-        memcpy(&tile[(h * pc + t) * stride], rows + (t * (size_t) l.n_head + h) * D, 2 * D);
+    entering.resize((size_t) n / pc * tile);
+    const auto gather = [&](int64_t i) { // one head of a page
+        const size_t page = (size_t) i / n_head, h = (size_t) i % n_head;
+        for (size_t t = 0; t < pc; t++) {
+            memcpy(&entering[page * tile + (h * pc + t) * stride], rows + ((page * pc + t) * n_head + h) * D, 2 * D);
+        }
+    };
+    kvq_parallel_for(n / l.page_cells * l.n_head, n_threads, gather);
+    std::vector<kvq_copy_job> jobs;
+    for (size_t page = 0; page < (size_t) n / pc; page++) {
+        jobs.push_back({ to[page * pc], &entering[page * tile], 2 * tile });
     }
-    put(to[0], tile.data(), 2 * tile.size());
+    put_all(jobs.data(), jobs.size(), n_threads);
     return true;
 }
 
