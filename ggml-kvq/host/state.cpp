@@ -146,7 +146,7 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
                    [](const kvq_mark_found & f) { return f.at < f.mark.row; }), // the rows before were never set
         open.end());
     take_marks_out(t, lanes);
-    const std::vector<int> evicted = kvq_mark_evicted(v, threads_of(t));
+    const std::vector<int> & evicted = in.marks.evicted_now;
     if (!evicted.empty() && !lanes.layout().evicts) {
         return "the saved state lacks " + kvq_side_of_layer(t) +
             " of cells that were evicted: restore it with its method";

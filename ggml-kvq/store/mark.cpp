@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <iterator>
 #include <numeric>
 
 namespace {
@@ -114,6 +115,19 @@ bool kvq_mark_get(const kvq_mark_rows_view & v, const int * at, int plane, kvq_m
     return from_bytes(b, m);
 }
 
+// Hashes of rows, and look(row) of each while it is in the cache; false: some value is not finite
+template <typename F>
+static bool hash_and(const uint16_t * rows, int n, int width, int n_threads, uint64_t * out, const F & look) {
+    constexpr int PART = 64;
+    std::atomic<bool> finite{ true };
+    kvq_parallel_for((n + PART - 1) / PART, n_threads, [&](int64_t part) {
+        const int i = (int) part * PART, end = std::min(i + PART, n);
+        if (!kvq_cpu_hash_rows(rows + (size_t) i * (size_t) width, end - i, width, out + i)) { finite = false; }
+        for (int r = i; r < end; r++) { look(r); }
+    });
+    return finite;
+}
+
 static bool is_evicted(const uint16_t * row, int head_size) {
     int d = 0;
     while (d < head_size && (row[d] | 1) == 0x8001) { d++; }
@@ -136,7 +150,9 @@ std::vector<int> kvq_mark_evicted(const kvq_mark_rows_view & v, int n_threads) {
 
 // Marks in the rows `rows` of v and in those kept before them; their bits are cleared, and what they had added to
 // hashes of rows that came earlier.
-void kvq_mark_stream::search(tail & before, const std::vector<int> & rows, kvq_mark_rows_view & v, bool in_evicted) {
+// begins: of every row of v, may a mark begin there?
+void kvq_mark_stream::search(tail & before, const std::vector<int> & rows, const std::vector<uint8_t> & begins,
+    kvq_mark_rows_view & v, bool in_evicted) {
     const size_t W = (size_t) v.width, k = (size_t) kvq_mark_rows(v.head_size), n_before = before.at.size();
     const int first = (int) hashes.size();
     // Those before and the next ones side by side, then v itself: each window of k rows is in one of them.
@@ -151,8 +167,7 @@ void kvq_mark_stream::search(tail & before, const std::vector<int> & rows, kvq_m
     const auto look = [&](kvq_mark_rows_view & in, const std::vector<int> & at, size_t end, auto index) {
         kvq_mark m;
         for (size_t j = 0; j < end && j + k <= at.size(); j++) {
-            // bits that were cleared begin no mark: its first one is set
-            if (in.head_size >= 32 && !planes_in(in.rows + (size_t) at[j] * W)) { continue; }
+            if (&in == &v && !begins[(size_t) at[j]]) { continue; }
             unsigned which = planes(in, &at[j]) & (in_evicted ? 1u : ~0u);
             for (int p = 0; which; p++, which >>= 1) {
                 if (!(which & 1) || !kvq_mark_get(in, &at[j], p, m) || !m.page_cells != in_evicted) { continue; }
@@ -188,27 +203,28 @@ void kvq_mark_stream::search(tail & before, const std::vector<int> & rows, kvq_m
 
 bool kvq_mark_stream::add(kvq_mark_rows_view & v, int n_threads) {
     std::vector<uint64_t> now((size_t) v.n);
-    if (!kvq_mark_hashes(v.rows, v.n, v.width, n_threads, now.data())) { return false; }
+    std::vector<uint8_t> begins((size_t) v.n), is((size_t) v.n);
+    const auto look = [&](int64_t r) { // bits that are cleared later begin no mark: its first one is set
+        const uint16_t * const row = v.rows + (size_t) r * (size_t) v.width;
+        begins[(size_t) r] = v.head_size < 32 || planes_in(row);
+        is[(size_t) r] = is_evicted(row, v.head_size);
+    };
+    if (!hash_and(v.rows, v.n, v.width, n_threads, now.data(), look)) { return false; }
     changed.clear();
     std::vector<int> all((size_t) v.n);
     std::iota(all.begin(), all.end(), 0);
-    search(last, all, v, false);
-    search(evicted, kvq_mark_evicted(v, n_threads), v, true);
+    search(last, all, begins, v, false);
+    for (const auto & x : v.edited) { is[(size_t) x.first] = is_evicted(v.row(x.first), v.head_size); }
+    evicted_now.clear();
+    std::copy_if(all.begin(), all.end(), std::back_inserter(evicted_now), [&](int r) { return is[(size_t) r]; });
+    search(evicted, evicted_now, begins, v, true);
     for (const auto & x : v.edited) { now[(size_t) x.first] = kvq_mark_hash(v.row(x.first), v.width); }
     hashes.insert(hashes.end(), now.begin(), now.end());
     return true;
 }
 
 bool kvq_mark_hashes(const uint16_t * rows, int n, int width, int n_threads, uint64_t * out) {
-    constexpr int PART = 128;
-    std::atomic<bool> finite{ true };
-    kvq_parallel_for((n + PART - 1) / PART, n_threads, [&](int64_t part) {
-        const int i = (int) part * PART;
-        if (!kvq_cpu_hash_rows(rows + (size_t) i * (size_t) width, std::min(PART, n - i), width, out + i)) {
-            finite = false;
-        }
-    });
-    return finite;
+    return hash_and(rows, n, width, n_threads, out, [](int64_t) {});
 }
 
 uint64_t kvq_mark_hash(const uint16_t * row, int width) {

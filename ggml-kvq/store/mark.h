@@ -63,6 +63,7 @@ class kvq_mark_stream {
 public:
     std::vector<uint64_t> hashes;      // of the rows so far, without the bits of marks
     std::vector<kvq_mark_found> found; // marks among them; the caller removes a mark that it has used
+    std::vector<int> evicted_now;      // rows of the last call, as kvq_mark_evicted has them
     // Takes the bits of marks out of the rows: a row that stays as it came would carry them into the next state.
     // False: some value is not finite, and the rows were not added.
     bool add(kvq_mark_rows_view & v, int n_threads = 1);
@@ -79,7 +80,8 @@ private:
         std::vector<int> at;
     };
     tail last, evicted;
-    void search(tail & before, const std::vector<int> & rows, kvq_mark_rows_view & v, bool in_evicted);
+    void search(tail & before, const std::vector<int> & rows, const std::vector<uint8_t> & begins,
+        kvq_mark_rows_view & v, bool in_evicted);
 };
 
 // Hash of one row; the sum of rows in their order, which is seeded by the layer and by what they are.
