@@ -291,7 +291,8 @@ def main() -> None:
     for arm in a.arms if a.held else ():
         row = held(arm, a)
         print(
-            f"{arm:28} {row['held']:3} held, {row['same']} of them go on as before, {row['slot_mib']:6} MiB a slot file",
+            f"{arm:28} {row['held']:3} held, {row['same']} of them go on as before,"
+            f" {row['slot_mib']:6} MiB a slot file",
             flush=True,
         )
     if a.held:
