@@ -56,6 +56,8 @@ static void put_marks(const kvq_target & t, kvq_mark_rows_view & v, std::vector<
     kvq_mark_put(v, b, plane, m);
 }
 
+constexpr int MOST_TRIES = 8; // pages
+
 // Marks the rows of cells [cell, cell + n) as they leave; unchanged where nothing can carry a mark.
 static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint16_t * rows) {
     const kvq_lane & lane = *lanes.lane[0];
@@ -74,9 +76,9 @@ static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell,
         return;
     }
     std::vector<int> a((size_t) k), b((size_t) k);
-    std::vector<uint16_t> before, page((size_t) pc * lanes.width[0]);
+    std::vector<uint16_t> before, bare((size_t) pc * lanes.width[0]), page(bare);
     int n_tries = 0;
-    for (int p = (cell + pc - 1) / pc; plane >= 0 && (p + 1) * pc <= cell + n && n_tries < 8; p++) {
+    for (int p = (cell + pc - 1) / pc; plane >= 0 && (p + 1) * pc <= cell + n && n_tries < MOST_TRIES; p++) {
         if (lane.state(s, p) != KVQ_PAGE_SEALED) { continue; }
         if (!n_tries) { hash_all(); }
         const int r = p * pc - cell;
@@ -87,8 +89,9 @@ static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell,
             b[(size_t) i] = r + pc - k + i;
         }
         put_marks(t, v, hashes, a.data(), b.data(), plane, pc);
+        lanes.part(0, pc, before.data(), bare.data());
         lanes.part(0, pc, rows_of_page, page.data());
-        if (lane.is_marked_image(s, p, page.data(), threads_of(t))) { return; }
+        if (lane.is_marked_image(s, p, bare.data(), page.data())) { return; }
         std::copy(before.begin(), before.end(), rows_of_page); // another page can be restored without those bits
         n_tries++;
     }

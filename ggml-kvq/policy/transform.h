@@ -69,7 +69,7 @@ public:
     void placing(kvq_lane & x, int s, int p, const kvq_page_image & image) override;
     bool has_images(const kvq_lane &) const override { return active(); }
     bool images_together(const kvq_lane & x) const override;
-    void images_come(const kvq_lane & x, const std::vector<const uint16_t *> & pages) const override;
+    void images_come(const kvq_lane & x, const std::vector<const uint16_t *> & pages, int n_threads) const override;
     int n_position_lists(const kvq_lane &) const override { return rotor ? 1 + keeps_turn() : 0; }
     int32_t position_bound(const kvq_lane & x) const override;
     int image_low_bits(const kvq_lane &) const override { return rotor ? 1 : 0; }

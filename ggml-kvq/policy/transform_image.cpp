@@ -3,6 +3,7 @@
 #include "tags.h"
 #include "transform.h"
 
+#include "base/parallel.h"
 #include "engine/host.h"
 #include "store/mark.h"
 #include "types/types.h"
@@ -85,26 +86,27 @@ int32_t kvq_transform::position_bound(const kvq_lane & x) const {
 bool kvq_transform::images_together(const kvq_lane &) const { return !(chain && chain->chains(value)); }
 
 // Tables of rotary embeddings grow here: threads read them while images are taken.
-void kvq_transform::images_come(const kvq_lane & x, const std::vector<const uint16_t *> & pages) const {
+void kvq_transform::images_come(const kvq_lane & x, const std::vector<const uint16_t *> & pages, int n_threads) const {
     const kvq_lane_layout & l = x.layout();
     const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head, pc = (size_t) l.page_cells;
-    const int32_t bound = position_bound(x);
-    const auto cover = [&](int32_t pos) {
-        if (pos < bound) { rotor->cover(pos); }
+    if (!rotor) { return; }
+    std::vector<int32_t> said(2 * pc * pages.size(), -1); // of each page: where rows stand, where they stood
+    const auto hear = [&](int64_t i) {
+        const uint16_t * const rows = pages[(size_t) i];
+        int32_t * const now = &said[2 * pc * (size_t) i];
+        for (size_t t = 0; t < pc; t++) { now[t] = kvq_tag_get(l, rows + t * W, D); }
+        if (!keeps_turn()) { return; }
+        std::vector<uint16_t> head(pc * D);
+        std::vector<uint8_t> bytes(l.nb_params + 4 * pc);
+        for (size_t t = 0; t < pc; t++) { memcpy(&head[t * D], rows + t * W, 2 * D); }
+        if (kvq_image_take(head.size(), head.data(), image_low_bits(x), bytes.size(), bytes.data())) {
+            memcpy(now + pc, &bytes[l.nb_params], 4 * pc);
+        }
     };
-    std::vector<uint16_t> head(keeps_turn() ? pc * D : 0);
-    std::vector<uint8_t> bytes(l.nb_params + 4 * pc);
-    for (size_t i = 0; rotor && i < pages.size(); i++) {
-        for (size_t t = 0; t < pc; t++) { cover(kvq_tag_get(l, pages[i] + t * W, D)); }
-        for (size_t t = 0; t < pc && !head.empty(); t++) { memcpy(&head[t * D], pages[i] + t * W, 2 * D); }
-        if (head.empty() || !kvq_image_take(head.size(), head.data(), image_low_bits(x), bytes.size(), bytes.data())) {
-            continue;
-        }
-        for (size_t t = 0; t < pc; t++) {
-            int32_t pos;
-            memcpy(&pos, &bytes[l.nb_params + 4 * t], 4);
-            cover(pos);
-        }
+    kvq_parallel_for((int64_t) pages.size(), n_threads, hear, 8);
+    const int32_t bound = position_bound(x);
+    for (const int32_t pos : said) {
+        if (pos < bound) { rotor->cover(pos); }
     }
 }
 

@@ -109,10 +109,10 @@ public:
     // f16 rows into open pages, without a look at whether they are an image
     void enter_rows(int stream, int64_t n, const int64_t * idx, const uint16_t * rows, int n_threads);
 
-    // Of a sealed page: the block as it is, and may the rows of its image carry a mark, whose bits they have?
+    // Of a sealed page: the block as it is, and may its rows carry a mark? bare: without its bits
     kvq_page_image block_of(int s, int p) const;
     kvq_page_image positions_of(int s, int p) const; // what goes with it
-    bool is_marked_image(int s, int p, const uint16_t * rows, int n_threads = 1) const;
+    bool is_marked_image(int s, int p, const uint16_t * bare, const uint16_t * marked) const;
     bool blocks_travel() const; // do blocks mean the same in another cache?
     // image: its positions. False: the page cannot hold it and is unchanged
     bool place_block(
@@ -171,7 +171,9 @@ public:
     void keep_page(int s, int p, uint16_t * tile);
     void encode_page(int s, int p, uint16_t * tile);
     void decode_page(int s, int p, uint16_t * tile) const;
-    bool take_image(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out, int n_threads = 1) const;
+    bool take_image(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const;
+    bool take_head( // adopted: codes of that head, NULL: its own
+        int h, const uint16_t * rows, bool marked, const uint8_t * adopted, uint8_t * codes, uint8_t * params) const;
     // host view of device bytes: the bytes themselves, or a copy in `temp`
     template <typename T> T * view(const void * p, size_t nb, std::vector<uint8_t> & temp) const {
         if (device.is_host() || !p) { return (T *) p; }

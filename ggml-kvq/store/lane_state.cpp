@@ -8,7 +8,6 @@
 #include "types/types.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 // ---------------------------------------------------------------- bytes on the host
@@ -89,28 +88,29 @@ kvq_page_image kvq_lane::block_of(int s, int p) const {
     return out;
 }
 
-bool kvq_lane::take_image(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out, int n_threads) const {
-    const int D = l.codec.head_size, W = D * l.n_head;
+bool kvq_lane::take_head(
+    int h, const uint16_t * rows, bool marked, const uint8_t * adopted, uint8_t * codes, uint8_t * params) const {
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head;
+    static thread_local std::vector<uint16_t> head;
+    head.resize((size_t) l.page_cells * D);
+    for (size_t t = 0; t < (size_t) l.page_cells; t++) { memcpy(&head[t * D], rows + t * W + (size_t) h * D, 2 * D); }
+    return kvq_cpu_image_read(l.codec, head.data(), adopted, codes, params, marked && !h);
+}
+
+bool kvq_lane::take_image(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const {
     out.codes.assign(l.nb_codes * l.n_head, 0);
     out.params.assign(l.nb_params * l.n_head, 0);
     if (const kvq_policy * x = imager()) { return x->take_image(*this, s, p, rows, marked, out); }
     std::vector<uint8_t> codes_copy;
     const uint8_t * adopted = view<uint8_t>(codes_of ? codes_at(s, p, 0) : nullptr, l.nb_codes * l.n_head, codes_copy);
-    std::atomic<bool> ok{ true };
-    kvq_parallel_for(l.n_head, n_threads, [&](int64_t h) {
-        static thread_local std::vector<uint16_t> head;
-        head.resize((size_t) l.page_cells * D);
-        for (int t = 0; ok && t < l.page_cells; t++) {
-            memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * (size_t) D);
+    for (int h = 0; h < l.n_head; h++) {
+        if (!take_head(h, rows, marked, codes_of ? adopted + h * l.nb_codes : nullptr,
+                out.codes.data() + h * l.nb_codes, out.params.data() + h * l.nb_params)) {
+            return false;
         }
-        if (ok &&
-            !kvq_cpu_image_read(l.codec, head.data(), codes_of ? adopted + h * l.nb_codes : nullptr,
-                out.codes.data() + h * l.nb_codes, out.params.data() + h * l.nb_params, marked && !h)) {
-            ok = false;
-        }
-    });
+    }
     if (codes_of) { out.codes.clear(); }
-    return ok;
+    return true;
 }
 
 int kvq_lane::mark_plane() const {
@@ -121,14 +121,37 @@ int kvq_lane::mark_plane() const {
     return plane < KVQ_MARK_PLANES && l.page_cells >= 2 * kvq_mark_rows(l.codec.head_size) ? plane : -1;
 }
 
-bool kvq_lane::is_marked_image(int s, int p, const uint16_t * rows, int n_threads) const {
-    std::vector<uint16_t> entered(rows, rows + (size_t) l.page_cells * l.codec.head_size * l.n_head);
-    for (const kvq_policy * x : policies) { x->enter(*this, entered.data(), l.page_cells); }
-    kvq_page_image taken;
+// With a mark it comes back as the same block. Where a channel hardly varies, several codes give its rows: then it
+// comes back as another block without a mark, too.
+bool kvq_lane::is_marked_image(int s, int p, const uint16_t * bare, const uint16_t * marked) const {
     const kvq_page_image is = block_of(s, p);
-    return !take_image(s, p, entered.data(), false, taken, n_threads) &&
-        take_image(s, p, entered.data(), true, taken, n_threads) && taken.codes == is.codes &&
-        taken.params == is.params;
+    const auto as = [](const kvq_page_image & x, const kvq_page_image & y) {
+        return x.codes == y.codes && x.params == y.params;
+    };
+    kvq_page_image with, without;
+    if (imager()) {
+        const size_t n = (size_t) l.page_cells * (size_t) (l.codec.head_size * l.n_head);
+        std::vector<uint16_t> rows[2] = { { bare, bare + n }, { marked, marked + n } };
+        for (const kvq_policy * x : policies) {
+            for (auto & entered : rows) { x->enter(*this, entered.data(), l.page_cells); }
+        }
+        return !take_image(s, p, rows[1].data(), false, without) && take_image(s, p, rows[1].data(), true, with) &&
+            (as(with, is) || (take_image(s, p, rows[0].data(), false, without) && !as(without, is)));
+    }
+    std::vector<uint8_t> copy; // a mark lies in head 0
+    const uint8_t * const adopted = view<uint8_t>(codes_of ? codes_at(s, p, 0) : nullptr, l.nb_codes, copy);
+    const auto take = [&](const uint16_t * rows, bool of_mark, kvq_page_image & out) {
+        out.codes.assign(l.nb_codes, 0);
+        out.params.assign(l.nb_params, 0);
+        const bool ok = take_head(0, rows, of_mark, adopted, out.codes.data(), out.params.data());
+        if (adopted) { out.codes.clear(); }
+        return ok;
+    };
+    kvq_page_image of_head;
+    of_head.codes.assign(is.codes.begin(), is.codes.begin() + (adopted ? 0 : (ptrdiff_t) l.nb_codes));
+    of_head.params.assign(is.params.begin(), is.params.begin() + (ptrdiff_t) l.nb_params);
+    return !take(marked, false, without) && take(marked, true, with) &&
+        (as(with, of_head) || (take(bare, false, without) && !as(without, of_head)));
 }
 
 void kvq_lane::place(
@@ -330,7 +353,7 @@ void kvq_lane::restore(
         x.tried = x.to - x.from == pc && may_place(stream, p);
         if (x.tried) { whole.push_back(x.rows); }
     }
-    if (imager()) { imager()->images_come(*this, whole); }
+    if (imager()) { imager()->images_come(*this, whole, n_threads); }
     // adopted codes of a device are asked for page by page
     const bool together = imager() ? imager()->images_together(*this) : device.is_host() || !codes_of;
     kvq_parallel_for(last - first + 1, together && whole.size() > 1 ? n_threads : 1, [&](int64_t i) {

@@ -103,7 +103,8 @@ public:
     virtual size_t image_bytes(const kvq_lane &) const { return 0; }
     // may images of several pages be made and taken at once, by as many threads? images_come: before they are taken
     virtual bool images_together(const kvq_lane &) const { return false; }
-    virtual void images_come(const kvq_lane &, const std::vector<const uint16_t *> & /*pages*/) const {}
+    virtual void images_come(
+        const kvq_lane &, const std::vector<const uint16_t *> & /*pages*/, int /*n_threads*/) const {}
     virtual void write_image(const kvq_lane &, int /*s*/, int /*p*/, const uint8_t * /*codes*/,
         const uint8_t * /*params*/, uint16_t * /*rows*/) const {}
     virtual bool take_image(const kvq_lane &, int /*s*/, int /*p*/, const uint16_t * /*rows*/, bool /*marked*/,
