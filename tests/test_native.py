@@ -32,6 +32,7 @@ TESTS = [
         "test_memory",
         "test_images",
         "test_parallel",
+        "test_apart",
     ),
     "ggml-graph",
 ]
@@ -46,6 +47,7 @@ RUNS = [
     *(("test_probe", []), ("test_memory", [])),
     ("test_images", ["150", "3"]),
     ("test_parallel", []),
+    ("test_apart", ["1", "120"]),
 ]
 
 

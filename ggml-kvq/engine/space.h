@@ -1,5 +1,6 @@
-// Memory that a cache lies in. Calls on one space run in the order in which they are made, except those that say that
-// they may wait for flush(). get returns when the bytes are there, put when the host's bytes are no longer needed.
+// Memory that a cache lies in. Calls on one space run in the order in which they are made. Those that say so may wait
+// with others of their kind: until flush(), or until the next call of another kind, before which they go. get returns
+// when the bytes are there, put when the host's bytes are no longer needed.
 #pragma once
 
 #include "ggml-kvq.h"

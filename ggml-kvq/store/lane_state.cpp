@@ -294,14 +294,16 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows, int n_threads)
 void kvq_lane::enter_rows(int stream, int64_t n, const int64_t * idx, const uint16_t * rows, int n_threads) {
     const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head;
     const std::vector<uint16_t *> to = open_cells(n, idx);
-    if (!device.enter_rows(l, n, to.data(), rows, n_threads)) { // as f32 rows then
-        std::vector<float> f32((size_t) n * W);
-        kvq_cpu_f16_to_f32(rows, f32.data(), (int64_t) f32.size());
-        const size_t nb = 4 * W * (size_t) l.page_cells;
-        uint16_t * there = scratch->take(nb);
-        device.put(there, f32.data(), 4 * f32.size());
-        device.write_rows(l, n, to.data(), (const float *) there, W, nullptr, n_threads);
-        scratch->give(there, nb);
+    if (!device.enter_rows(l, n, to.data(), rows, n_threads)) { // as f32 rows then, so many at a time
+        std::vector<float> f32(W * (size_t) l.page_cells);
+        uint16_t * there = scratch->take(4 * f32.size());
+        for (int64_t i = 0; i < n; i += l.page_cells) {
+            const int64_t some = std::min<int64_t>(n - i, l.page_cells);
+            kvq_cpu_f16_to_f32(rows + (size_t) i * W, f32.data(), some * (int64_t) W);
+            device.put(there, f32.data(), 4 * W * (size_t) some);
+            device.write_rows(l, some, to.data() + i, (const float *) there, W, nullptr, n_threads);
+        }
+        scratch->give(there, 4 * f32.size());
     }
     for (kvq_policy * x : policies) { x->written(*this, n, idx, nullptr, to.data()); }
     for (kvq_policy * x : policies) { x->entered(*this, stream, (int) (idx[0] % l.n_cells), rows, (int) n); }

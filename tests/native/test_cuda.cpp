@@ -2,6 +2,7 @@
 // Usage: test_cuda [quick | host [STEPS] | attention [fine | bytes] | far [quick | ahead | bench [CELLS]] |
 //     split [quick] | aqua [STEPS] | coords [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host
 //     (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
+#include "cuda/device/device.h"
 #include "layer.h"
 #include "device_bytes.h"
 #include "base/f16.h"

@@ -2,10 +2,9 @@
 // stores as on the CPU for the same sums, attention and column sums against f64. Far rows that specache keeps beside
 // attention. Usage: test_cuda_policies [quick | host | decode | bench [decode | prompt]]
 //     bench: one layer of 8 KV heads; of one token alone, of 512 alone
-#include "device_bytes.h"
-#include "layer.h"
+#include "cuda/device/device.h"
+#include "two_devices.h"
 #include "engine/host.h"
-#include "base/f16.h"
 #include "types/mixed.h"
 #include "types/types.h"
 
@@ -17,20 +16,6 @@
 #include <memory>
 #include <random>
 #include <string>
-
-static float normal() { return std::normal_distribution<float>()(rng); }
-
-static kvq_layer_plan make_plan(const char * method, const char * opts, int n_head, int D, int ordinal = 0) {
-    const kvq_method * m = kvq_method_find(method);
-    kvq_options o;
-    std::string err;
-    CHECK(m && kvq_options_parse(*m, opts, o, err) == KVQ_OK, "%s", err.c_str());
-    kvq_layer_plan plan;
-    const kvq_layer_shape shape = { 0, n_head, D, D };
-    const kvq_layer_context context = { ordinal, 2, shape, nullptr };
-    CHECK(m->plan(o, context, plan, err) == KVQ_OK, "%s", err.c_str());
-    return plan;
-}
 
 // ---------------------------------------------------------------- blocks
 
@@ -91,138 +76,6 @@ static int check_blocks(kvq_cuda_device & d, const char * opts, int D) {
     }
     CHECK(d.error().empty(), "%s", d.error().c_str());
     return n;
-}
-
-// ---------------------------------------------------------------- one layer, on either device
-
-struct layer : composed_layer {
-    cache_of_layers cache;
-    kvq_counters & counters = cache.counters;
-
-    layer(kvq_device & d, const char * method, const char * opts, int n_head, int D, int n_cells, int n_stream) :
-        cache(d) {
-        make(cache, make_plan(method, opts, n_head, D), n_head, n_cells, n_stream);
-    }
-    ~layer() { policies.clear(); }
-    bool evicts() const { return slots; }
-    bool normalises() const { return plan.part("probe")->get("normalise") > 0; }
-    float share() const { return (float) plan.part("probe")->get("share"); }
-    void commit() {
-        for (auto & x : lane) { x->commit(1); }
-    }
-};
-
-struct two_layers {
-    layer host, there;
-    layer * both[2] = { &host, &there };
-    int W, n_cells;
-    two_layers(
-        kvq_cuda_device & d, const char * method, const char * opts, int n_head, int D, int n_cells, int n_stream) :
-        host(kvq_cpu_device(), method, opts, n_head, D, n_cells, n_stream),
-        there(d, method, opts, n_head, D, n_cells, n_stream),
-        W(n_head * D),
-        n_cells(n_cells) {}
-
-    void write(kvq_cuda_device & d, const std::vector<int64_t> & idx) {
-        for (int v = 0; v < 2; v++) {
-            std::vector<float> x(idx.size() * (size_t) W);
-            for (auto & y : x) { y = normal(); }
-            device_bytes up(d, x.size() * 4, x.data());
-            host.lane[v]->write((int64_t) idx.size(), idx.data(), x.data(), W, 1);
-            there.lane[v]->write((int64_t) idx.size(), idx.data(), (const float *) up.p, W, 1);
-            d.synchronize();
-        }
-    }
-    // the same sums for both: what attention would have left, of open pages
-    void score(int stream) {
-        const kvq_lane_layout & l = host.lane[0]->layout();
-        for (int p = 0; p < l.n_pages; p++) {
-            if (host.lane[0]->state(stream, p) != KVQ_PAGE_OPEN || !uniform(0, 2)) { continue; }
-            std::vector<float> sums((size_t) l.n_head * l.page_cells);
-            std::vector<int32_t> seen((size_t) l.page_cells);
-            for (auto & x : sums) { x = uniform(0, 3) ? expf(2.0f * normal()) : 0.5f; } // ties
-            for (auto & x : seen) { x = uniform(0, 30); }
-            for (layer * x : both) { x->probe->add(stream, p, sums.data(), seen.data()); }
-        }
-    }
-    int compare(const char * what, int stream, int cell, int n) {
-        std::vector<uint16_t> rows[2];
-        for (int v = 0; v < 2; v++) {
-            for (int w = 0; w < 2; w++) {
-                rows[w].assign((size_t) n * W, 0);
-                both[w]->lane[v]->read(stream, cell, n, rows[w].data());
-            }
-            for (size_t i = 0; i < rows[0].size(); i++) {
-                CHECK(rows[0][i] == rows[1][i], "%s: %s of stream %d cell %d channel %d is %04x, not %04x", what,
-                    v ? "V" : "K", stream, cell + (int) i / W, (int) i % W, rows[1][i], rows[0][i]);
-            }
-        }
-        return 2 * n;
-    }
-};
-
-// ---------------------------------------------------------------- stores
-
-static int check_store(kvq_cuda_device & d, const char * method, const char * opts, int n_steps) {
-    const int n_cells = 640, n_stream = 2;
-    two_layers w(d, method, opts, 2, 64, n_cells, n_stream);
-    const int page = w.host.lane[0]->layout().page_cells;
-    int cursor[2] = {}, n_compared = 0;
-    for (int step = 0; step < n_steps; step++) {
-        const int op = uniform(0, 99), stream = uniform(0, n_stream - 1);
-        char what[96];
-        snprintf(what, sizeof(what), "%s %s, step %d", method, opts, step);
-        if (op < 70) { // rows of one ubatch: at the end of the sequence, or anywhere
-            const int n = uniform(0, 3) ? uniform(1, 3) : uniform(1, 200), first = uniform(0, n_cells - 1);
-            std::vector<int64_t> idx((size_t) n);
-            for (int i = 0; i < n; i++) {
-                const int cell = op < 64 ? cursor[stream]++ % n_cells : (first + 7 * i) % n_cells;
-                idx[(size_t) i] = (int64_t) stream * n_cells + cell;
-            }
-            w.write(d, idx);
-            w.score(stream);
-            const int limit = uniform(0, 9) ? n_cells : uniform(page, n_cells);
-            for (layer * x : w.both) {
-                if (x->evicts()) { x->slots->limit(stream, limit); }
-            }
-            for (layer * x : w.both) { x->commit(); }
-        } else if (op < 85) {
-            const int cell = uniform(0, n_cells - 1);
-            n_compared += w.compare(what, stream, cell, uniform(1, n_cells - cell));
-        } else if (op < 90) { // saved and restored elsewhere
-            const int cell = uniform(0, n_cells / page - 2) * page, to = uniform(0, n_cells / page - 2) * page,
-                      n = uniform(1, 2 * page);
-            for (int v = 0; v < 2; v++) {
-                std::vector<uint16_t> image((size_t) n * w.W);
-                w.host.lane[v]->read(stream, cell, n, image.data());
-                for (layer * x : w.both) { x->lane[v]->restore(stream, to, n, image.data(), 1); }
-            }
-        } else if (op < 95) { // context shift: keys change in place
-            const int first = uniform(0, n_cells - 1);
-            for (layer * x : w.both) {
-                x->lane[0]->edit(
-                    stream, [&](int cell) { return cell >= first; },
-                    [&](int cell, int, uint16_t * row) {
-                        if (cell >= first) { std::swap(row[0], row[1]); }
-                    });
-            }
-        } else if (op < 99) {
-            for (layer * x : w.both) {
-                for (auto & lane : x->lane) { lane->copy_stream(stream, 1 - stream); }
-                x->commit();
-            }
-            cursor[1 - stream] = cursor[stream];
-        } else {
-            for (layer * x : w.both) {
-                for (auto & lane : x->lane) { lane->clear(); }
-            }
-        }
-    }
-    for (int s = 0; s < n_stream; s++) { n_compared += w.compare("at the end", s, 0, n_cells); }
-    CHECK(d.error().empty(), "%s", d.error().c_str());
-    CHECK(w.host.counters.n_sealed == w.there.counters.n_sealed && w.host.counters.n_sealed > 0,
-        "pages sealed: %d, not %d", (int) w.there.counters.n_sealed, (int) w.host.counters.n_sealed);
-    return n_compared;
 }
 
 // ---------------------------------------------------------------- cells into pages of slots
@@ -426,12 +279,14 @@ int main(int argc, char ** argv) {
     printf("cells sorted into pages: %d heads of pages as by a plain sort\n", n);
     for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0" }) {
         const int steps = on_host ? 25 : quick ? 40 : 1000, n_rows = check_store(d, "minikv", opts, steps);
+        CHECK(d.error().empty(), "%s", d.error().c_str());
         printf("store, minikv %s: %d random operations, %d rows as on the CPU\n", opts, steps, n_rows);
     }
     for (const char * opts : { "interval=64,salient=0.5,keep=0.5,eta=0.1", "interval=32,salient=0.5",
              "interval=64,salient=0.5,normalise=false,window=64", "interval=96,salient=0.33,scales=f16,sinks=4",
              "interval=32,salient=1,hi=2,place=host" }) {
         const int steps = on_host ? 25 : quick ? 40 : 1000, n_rows = check_store(d, "zipcache", opts, steps);
+        CHECK(d.error().empty(), "%s", d.error().c_str());
         printf("store, zipcache %s: %d random operations, %d rows as on the CPU\n", opts, steps, n_rows);
     }
     check_kept(d, on_host ? 100 : quick ? 200 : 2000);

@@ -1,0 +1,259 @@
+// A device that the store cannot look into: its memory is the host's, but its addresses are not. Whoever follows one by
+// himself ends with a fault. It computes as the CPU does, records nothing, takes no rows of the host, and what may wait
+// waits until the next call that may not. Rows that are predicted are not its matter.
+#pragma once
+
+#include "check.h"
+
+#include "engine/host.h"
+
+#include <functional>
+#include <map>
+#include <vector>
+
+class apart_device : public kvq_device, public kvq_transform_engine, public kvq_score_engine, public kvq_fetch_engine {
+public:
+    struct {
+        int alloc, get, put, copy, late, flush, write, encode, decode, attend, turn, choose, pack, gather, far;
+    } n = {};
+
+    ~apart_device() {
+        for (void * p : packed) {
+            if (p) { free(p, blocks[here(p)]); }
+        }
+        CHECK(blocks.empty(), "%zu blocks of memory are left", blocks.size());
+    }
+
+    // --- memory
+
+    bool is_host() const override { return false; }
+    void reserve(size_t) override {}
+    void * alloc(size_t nb) override {
+        call(n.alloc);
+        void * const p = cpu.alloc(nb);
+        if (p) { blocks[p] = nb; }
+        return p ? there(p) : nullptr;
+    }
+    void * alloc_host(size_t nb) override { return alloc_far(nb); }
+    void free(void * p, size_t nb) override {
+        flush();
+        void * const at = blocks.count(p) ? p : here(p);
+        CHECK(blocks.count(at), "memory that is not the device's is freed");
+        blocks.erase(at);
+        cpu.free(at, nb);
+    }
+    void zero(void * p, size_t nb) override {
+        flush();
+        cpu.zero(inside(p, nb), nb);
+    }
+    void copy(void * to, const void * from, size_t nb) override {
+        call(n.copy);
+        cpu.copy(inside(to, nb), inside(from, nb), nb);
+    }
+    void get(void * host, const void * from, size_t nb) override {
+        call(n.get);
+        cpu.get(host, inside(from, nb), nb);
+    }
+    void put(void * to, const void * host, size_t nb) override {
+        call(n.put);
+        cpu.put(inside(to, nb), host, nb);
+    }
+    void copy_later(void * to, const void * from, size_t nb) override {
+        late([=, this] { cpu.copy(inside(to, nb), inside(from, nb), nb); });
+    }
+    void put_address_later(void * to, const void * address) override {
+        late([=, this] { cpu.put(inside(to, sizeof(address)), &address, sizeof(address)); });
+    }
+    void put_pages(kvq_page * to, const kvq_page * from, size_t count) override {
+        const std::vector<kvq_page> pages(from, from + count);
+        late([=, this] { cpu.put(inside(to, count * sizeof(kvq_page)), pages.data(), count * sizeof(kvq_page)); });
+    }
+    void flush() override {
+        n.flush += !waiting.empty();
+        const std::vector<std::function<void()>> now = std::move(waiting);
+        waiting.clear();
+        for (const auto & f : now) { f(); }
+    }
+
+    // --- what every engine does
+
+    const char * name() const override { return "apart"; }
+    void write_rows(const kvq_lane_layout & l, int64_t count, uint16_t * const * to, const float * rows,
+        size_t row_stride, const int32_t * pos, int n_threads) override {
+        call(n.write);
+        cpu.write_rows(l, count, all_here(to, (size_t) count).data(), here(rows), row_stride, pos, n_threads);
+    }
+    void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int count, int n_threads) override {
+        call(n.encode);
+        std::vector<kvq_page_block> own(pages, pages + count);
+        for (kvq_page_block & x : own) { x = block(x); }
+        cpu.encode(l, own.data(), count, n_threads);
+    }
+    void decode(const kvq_lane_layout & l, const kvq_page_block & page) override {
+        call(n.decode);
+        cpu.decode(l, block(page));
+    }
+    void attend(const kvq_attention_call & a) override {
+        call(n.attend);
+        CHECK(!a.predicted, "a predicted layer is not refused");
+        for (int i = 0; i < a.n; i++) {
+            kvq_attn x = a.streams[i];
+            std::vector<kvq_page> pages(here(x.pages), here(x.pages) + x.n_pages);
+            for (kvq_page & p : pages) {
+                for (const void ** at : { &p.k_codes, &p.k_params, &p.v_codes, &p.v_params }) { *at = either(*at); }
+                p.map = here(p.map);
+            }
+            x.pages = pages.data();
+            x.q = here(x.q);
+            x.mask = here(x.mask);
+            x.sinks = here(x.sinks);
+            x.dst = here(x.dst);
+            x.lse = here(x.lse);
+            x.positions = here(x.positions);
+            x.sealed = here(x.sealed);
+            kvq_far far = {};
+            if (x.far) {
+                far = *x.far;
+                far.k_rows = here(far.k_rows);
+                far.v_rows = here(far.v_rows);
+                far.kept = here(far.kept);
+                far.counts = here(far.counts);
+                x.far = &far;
+            }
+            cpu.attend({ &x, 1, a.k, a.v, nullptr, a.n_threads });
+        }
+    }
+    const char * slow_reading(int, const kvq_lane_layout &, const kvq_lane_layout &) const override { return nullptr; }
+    size_t bytes_workspace(const kvq_lane_layout &, const kvq_lane_layout &) const override { return 0; }
+
+    kvq_transform_engine * transforms() override { return this; }
+    kvq_chain_engine * chains() override { return nullptr; }
+    kvq_score_engine * scores() override { return this; }
+    kvq_fetch_engine * fetches() override { return this; }
+
+    // --- what policies ask for
+
+    void take_out(const kvq_lane_layout & l, int count, const uint16_t * const * tiles, uint16_t * const * out,
+        const kvq_row_transform * x, int n_threads) override {
+        call(n.turn);
+        const std::vector<kvq_row_transform> own = all_here(x, (size_t) count);
+        cpu.transforms()->take_out(l, count, all_here(tiles, (size_t) count).data(),
+            all_here(out, (size_t) count).data(), own.data(), n_threads);
+    }
+    void take_coords(const kvq_lane_layout & l, int count, const uint16_t * const * tiles, const kvq_row_transform * x,
+        int n_threads) override {
+        flush();
+        const std::vector<kvq_row_transform> own = all_here(x, (size_t) count);
+        cpu.transforms()->take_coords(l, count, all_here(tiles, (size_t) count).data(), own.data(), n_threads);
+    }
+    void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) override {
+        flush();
+        cpu.transforms()->put_back(l, here(tile), all_here(&x, 1)[0]);
+    }
+    void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int count) override {
+        call(n.choose);
+        std::vector<kvq_choice> own(pages, pages + count);
+        for (kvq_choice & x : own) {
+            x.sums = here(x.sums);
+            x.params = here(x.params);
+        }
+        cpu.scores()->choose(l, normalise, own.data(), count);
+    }
+    void pack(
+        const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int count, kvq_packed & out) override {
+        call(n.pack);
+        std::vector<kvq_pack_page> own(pages, pages + count);
+        for (kvq_pack_page & x : own) { x.sums = here(x.sums); }
+        cpu.scores()->pack(l, normalise, own.data(), count, out);
+        const size_t n_slots = (size_t) count * (size_t) (l.n_head * l.page_cells);
+        out.maps_there = keep(out.maps_there, n_slots, packed[0]);
+        out.scores_there = keep(out.scores_there, n_slots, packed[1]);
+    }
+    void gather(const kvq_lane_layout & l, int count, uint16_t * const * tiles, const int32_t * const * maps,
+        const uint16_t * const * frames, int first, int n_frames) override {
+        call(n.gather);
+        cpu.scores()->gather(l, count, all_here(tiles, (size_t) count).data(), all_here(maps, (size_t) count).data(),
+            all_here(frames, (size_t) n_frames).data(), first, n_frames);
+    }
+
+    // far rows lie where the host reads them too
+    void * alloc_far(size_t nb) override {
+        void * const p = cpu.alloc(nb);
+        if (p) { blocks[p] = nb; }
+        return p;
+    }
+    void free_far(void * p, size_t nb) override { free(p, nb); }
+    void put_far(const kvq_lane_layout & l, int format, int count, const uint16_t * const * tiles, void * const * rows,
+        int n_threads) override {
+        call(n.far);
+        cpu.fetches()->put_far(l, format, count, all_here(tiles, (size_t) count).data(), rows, n_threads);
+    }
+    void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) override {
+        flush();
+        cpu.fetches()->get_far(l, format, rows, here(tile));
+    }
+    const char * refuse_far(const kvq_codec &, const kvq_codec &, int, int) const override { return nullptr; }
+
+private:
+    static constexpr uintptr_t APART = (uintptr_t) 1 << 47; // no address of a process is that high
+
+    kvq_device & cpu = kvq_cpu_device();
+    std::map<const void *, size_t> blocks;
+    std::vector<std::function<void()>> waiting;
+    void * packed[2] = {}; // maps and scores of the last call of pack
+
+    template <typename T> static T * there(T * p) { return p ? (T *) ((uintptr_t) p + APART) : nullptr; }
+    template <typename T> static T * here(T * p) {
+        CHECK(!p || (uintptr_t) p >= APART, "an address of the host is given to the device");
+        return p ? (T *) ((uintptr_t) p - APART) : nullptr;
+    }
+    // codes and parameters of a page may lie on the host (place=host)
+    template <typename T> static T * either(T * p) { return (uintptr_t) p >= APART ? here(p) : p; }
+    // n values of the host in the device's memory, in place of what `to` held
+    template <typename T> const T * keep(const T * from, size_t n_values, void *& to) {
+        if (to) { free(to, blocks[here(to)]); }
+        to = alloc(n_values * sizeof(T));
+        put(to, from, n_values * sizeof(T));
+        return (const T *) to;
+    }
+    // nb bytes of one allocation
+    template <typename T> T * inside(T * p, size_t nb) {
+        T * const at = either(p);
+        auto block = blocks.upper_bound((const void *) at);
+        CHECK(block != blocks.begin(), "memory that is not the device's is asked for");
+        --block;
+        CHECK(
+            (uintptr_t) at + nb <= (uintptr_t) block->first + block->second, "%zu bytes reach behind their block", nb);
+        return at;
+    }
+    template <typename T> static std::vector<T *> all_here(T * const * p, size_t count) {
+        std::vector<T *> out(p, p + count);
+        for (T *& x : out) { x = here(x); }
+        return out;
+    }
+    static std::vector<kvq_row_transform> all_here(const kvq_row_transform * x, size_t count) {
+        std::vector<kvq_row_transform> out(x, x + count);
+        for (kvq_row_transform & y : out) {
+            y.positions = here(y.positions);
+            y.sealed = here(y.sealed);
+            y.pred = here(y.pred);
+            y.coords = here(y.coords);
+        }
+        return out;
+    }
+    static kvq_page_block block(kvq_page_block x) {
+        x.tile = here(x.tile);
+        x.shared = either(x.shared);
+        x.codes = either(x.codes);
+        x.params = either(x.params);
+        return x;
+    }
+    void call(int & n_calls) { // what waits goes first
+        flush();
+        n_calls++;
+    }
+    template <typename F> void late(const F & f) {
+        n.late++;
+        waiting.push_back(f);
+    }
+};
