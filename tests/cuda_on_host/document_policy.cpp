@@ -1,6 +1,7 @@
 // The method of docs/adding-a-method.md on CUDA's kernels, translated to the host: its policy says which cells are
 // salient by a `put` of 4 n bytes, n = 2 as many as an address has. Sealed blocks have to be those of the CPU.
 // Compiled by tests/test_cuda_on_host.py, which adds the document's files.
+#include "cuda/device/device.h"
 #include "native/device_bytes.h"
 #include "native/layer.h"
 
