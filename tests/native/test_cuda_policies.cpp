@@ -78,6 +78,12 @@ static int check_blocks(kvq_cuda_device & d, const char * opts, int D) {
     return n;
 }
 
+static int check_stores(kvq_cuda_device & d, const char * method, const char * opts, int n_steps) {
+    const int n_rows = check_store(d, method, opts, n_steps);
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+    return n_rows;
+}
+
 // ---------------------------------------------------------------- cells into pages of slots
 
 // Runs of pages of random scores, among them ties, cells that are not packed and pages that were never observed,
@@ -278,15 +284,13 @@ int main(int argc, char ** argv) {
     if (!quick) { n += check_pack(d, 128, 8, { 250, 4, 4 }, true, true); }
     printf("cells sorted into pages: %d heads of pages as by a plain sort\n", n);
     for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0" }) {
-        const int steps = on_host ? 25 : quick ? 40 : 1000, n_rows = check_store(d, "minikv", opts, steps);
-        CHECK(d.error().empty(), "%s", d.error().c_str());
+        const int steps = on_host ? 25 : quick ? 40 : 1000, n_rows = check_stores(d, "minikv", opts, steps);
         printf("store, minikv %s: %d random operations, %d rows as on the CPU\n", opts, steps, n_rows);
     }
     for (const char * opts : { "interval=64,salient=0.5,keep=0.5,eta=0.1", "interval=32,salient=0.5",
              "interval=64,salient=0.5,normalise=false,window=64", "interval=96,salient=0.33,scales=f16,sinks=4",
              "interval=32,salient=1,hi=2,place=host" }) {
-        const int steps = on_host ? 25 : quick ? 40 : 1000, n_rows = check_store(d, "zipcache", opts, steps);
-        CHECK(d.error().empty(), "%s", d.error().c_str());
+        const int steps = on_host ? 25 : quick ? 40 : 1000, n_rows = check_stores(d, "zipcache", opts, steps);
         printf("store, zipcache %s: %d random operations, %d rows as on the CPU\n", opts, steps, n_rows);
     }
     check_kept(d, on_host ? 100 : quick ? 200 : 2000);
