@@ -25,9 +25,13 @@ FIELD = (
     ("q8_0", "upstream:q8_0", "llama.cpp"),
     ("q4_0", "upstream:q4_0", "llama.cpp"),
     ("kivi 2", "kivi:bits=2", "built in"),
+    ("kivi 4", "kivi:bits=4", "built in"),
     ("higgs 2", "higgs:bits=2", "built in"),
     ("higgs 4", "higgs:bits=4", "built in"),
+    ("zipcache", "zipcache", "built in"),
     ("auto 2.25", "auto:bits=2.25,at=131072", "built in"),
+    ("auto 4.25", "auto:bits=4.25,at=131072", "built in"),
+    ("auto 2.25 coordinates", "auto:bits=2.25,at=131072,coordinates=on", "built in"),
     ("xquant", "xquant", "built in"),
     ("lab-kivi 2", "lab:examples/lab/kivi.py", "arXiv 2402.02750"),
     ("lab-higgs 2", "lab:examples/lab/higgs.py", "arXiv 2411.17525"),
@@ -66,7 +70,7 @@ def measure(args: argparse.Namespace) -> int:
         if not only or any(label_of(name).startswith(x) for x in only)
     ]
     command = ["eval", "-m", args.model, "-f", args.file, "-c", str(args.ctx_size), "-ub", "128", "-o", str(RESULTS)]
-    command += ["--chunks", str(args.chunks), "--quiet", "-t", str(args.threads)]
+    command += ["--chunks", str(args.chunks), "--quiet", "-t", str(args.threads), "--no-swa-full"]
     return cli.main([*command, *(x for spec in specs for x in ("--cache", spec))])
 
 
@@ -97,11 +101,12 @@ def table(rows: list[results.Row]) -> str:
 def page(text: str, rows: list[results.Row]) -> str:
     """docs/laboratory.md with its tables."""
     parts = []
-    for model in dict.fromkeys(r["key"]["model"] for r in rows):
-        own = [r for r in rows if r["key"]["model"] == model]
+    of = lambda row: (row["key"]["model"], row["key"]["n_ctx"])  # noqa: E731
+    for model, n_ctx in sorted(dict.fromkeys(map(of, rows))):
+        own = [r for r in rows if of(r) == (model, n_ctx)]
         key = own[0]["key"]
         parts.append(
-            f"**{model}**, {key['n_ctx']} tokens a window, windows: {key['chunks'] or 'all'}, of `{key['text']}`,"
+            f"**{model}**, {n_ctx} tokens a window, windows: {key['chunks'] or 'all'}, of `{key['text']}`,"
             f" batches of {key['n_ubatch']}:\n\n{table(own)}"
         )
     begin, end = "<!-- field -->", "<!-- /field -->"
