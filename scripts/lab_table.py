@@ -101,9 +101,8 @@ def table(rows: list[results.Row]) -> str:
 def page(text: str, rows: list[results.Row]) -> str:
     """docs/laboratory.md with its tables."""
     parts = []
-    of = lambda row: (row["key"]["model"], row["key"]["n_ctx"])  # noqa: E731
-    for model, n_ctx in sorted(dict.fromkeys(map(of, rows))):
-        own = [r for r in rows if of(r) == (model, n_ctx)]
+    for model, n_ctx in sorted({(r["key"]["model"], r["key"]["n_ctx"]) for r in rows}):
+        own = [r for r in rows if (r["key"]["model"], r["key"]["n_ctx"]) == (model, n_ctx)]
         key = own[0]["key"]
         parts.append(
             f"**{model}**, {n_ctx} tokens a window, windows: {key['chunks'] or 'all'}, of `{key['text']}`,"

@@ -98,7 +98,10 @@ def test_each_device_takes_the_means_of_its_heads(tmp_path: Path) -> None:
 def text_of(method: str, file: Path, *devices: str) -> tuple[str, str]:
     """The text behind the prompt, and what llama.cpp says of the file."""
     prompt = ["-f", str(PROMPT), "-c", "1024", "-n", "16", "--temp", "0", "-no-cnv", "--no-warmup"]
-    done = start("llama-completion", DEMO, method, *prompt, *devices, "--prompt-cache", str(file))
+    for _ in range(6):  # its log thread drops the end of a text when the process ends on a busy machine
+        done = start("llama-completion", DEMO, method, *prompt, *devices, "--prompt-cache", str(file))
+        if done.returncode or done.stdout.endswith("\n\n"):
+            break
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, done.stderr
 

@@ -69,10 +69,14 @@ int kvq_kv_cache::number_of(const kvq_kv_cache * cache) {
     return found == live.end() ? -1 : (int) (found - live.begin());
 }
 
-kvq_kv_cache * kvq_kv_cache::youngest(const std::string & device_name, int il) {
+kvq_kv_cache * kvq_kv_cache::youngest(const std::string & device_name, int il, bool value, const int64_t shape[3]) {
     std::lock_guard<std::mutex> lock(live_mutex);
-    const auto found = std::find_if(
-        live.rbegin(), live.rend(), [&](kvq_kv_cache * c) { return c->device_name == device_name && c->layer(il); });
+    const auto is_it = [&](kvq_kv_cache * c) {
+        const kvq_kv_layer * l = c->device_name == device_name ? c->layer(il) : nullptr;
+        return l && (value ? l->d.n_embd_v : l->d.n_embd_k) <= shape[0] && l->d.n_cells == shape[1] &&
+            l->d.n_stream == shape[2];
+    };
+    const auto found = std::find_if(live.rbegin(), live.rend(), is_it);
     return found == live.rend() ? nullptr : *found;
 }
 

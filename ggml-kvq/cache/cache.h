@@ -100,8 +100,9 @@ public:
     void commit(int threads, const std::vector<kvq_kv_layer *> & some);
     bool waits_to_seal() const; // for the scores that attention leaves on the device
     static bool is_alive(const kvq_kv_cache * cache) { return number_of(cache) >= 0; }
-    // The youngest on this device that has this layer; NULL: there is no such cache
-    static kvq_kv_cache * youngest(const std::string & device_name, int il);
+    // The youngest on this device that has this layer, of so many cells and streams and at most so many channels of
+    // keys or values; NULL: there is no such cache
+    static kvq_kv_cache * youngest(const std::string & device_name, int il, bool value, const int64_t shape[3]);
     static int number_of(const kvq_kv_cache * cache); // as kvq_cache_stats counts; -1: it is gone
     void clear();
     kvq_stats stats() const;

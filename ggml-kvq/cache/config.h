@@ -40,6 +40,13 @@ struct kvq_model_info {
     int window = 0;               // cells that sliding-window layers see, 0: no layer has a window
     int n_layer_nextn = 0;        // last layers, for multi-token prediction
     std::vector<uint8_t> attends; // per layer: it has attention; empty: every layer has, as far as the file tells
+    std::vector<uint8_t> slides;  // per layer: it has a sliding window; empty: the file does not say
+    int key_of(int il) const {    // channels of a head's key; 0: layers differ, and the file does not say how
+        const bool differ = head_size_k_swa && head_size_k_swa != head_size_k;
+        if (!differ) { return head_size_k; }
+        const bool known = il >= 0 && (size_t) il < slides.size();
+        return !known ? 0 : slides[(size_t) il] ? head_size_k_swa : head_size_k;
+    }
 
     int n_attention() const;     // layers with attention
     int number_of(int il) const; // of layer il among them

@@ -205,7 +205,8 @@ kvq_status kvq_cache_draft::level_of(const kvq_draft_layer & d, int & level) {
 }
 
 bool kvq_is_part(const kvq_model_info & model, const kvq_draft_layer & d) {
-    const int heads = model.heads_of(d.il), whole = heads * model.head_size_k, windowed = heads * model.head_size_k_swa;
+    const int heads = model.heads_of(d.il), own = heads * model.key_of(d.il);
+    const int whole = own ? own : heads * model.head_size_k, windowed = own ? 0 : heads * model.head_size_k_swa;
     return !d.latent && whole && d.n_embd_k != windowed && d.n_embd_k < whole;
 }
 

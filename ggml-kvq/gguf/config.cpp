@@ -153,6 +153,17 @@ static std::vector<int> get_ints(const gguf_context * g, const std::string & key
     return std::vector<int>(v, v + gguf_get_arr_n(g, id));
 }
 
+// An array of flags, which some converters write as whole numbers.
+static std::vector<uint8_t> get_bools(const gguf_context * g, const std::string & key) {
+    const int64_t id = gguf_find_key(g, key.c_str());
+    if (id >= 0 && gguf_get_kv_type(g, id) == GGUF_TYPE_ARRAY && gguf_get_arr_type(g, id) == GGUF_TYPE_BOOL) {
+        const uint8_t * v = (const uint8_t *) gguf_get_arr_data(g, id);
+        return std::vector<uint8_t>(v, v + gguf_get_arr_n(g, id));
+    }
+    const std::vector<int> v = get_ints(g, key);
+    return std::vector<uint8_t>(v.begin(), v.end());
+}
+
 static int64_t get_int(const gguf_context * g, const std::string & key, int64_t missing) {
     const int64_t id = gguf_find_key(g, key.c_str());
     if (id < 0) { return missing; }
@@ -254,6 +265,7 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
     out.n_heads_kv = get_ints(g, a + "attention.head_count_kv");
     out.indexer_key = (int) get_int(g, a + "attention.indexer.key_length", 0);
     out.window = (int) get_int(g, a + "attention.sliding_window", 0);
+    out.slides = get_bools(g, a + "attention.sliding_window_pattern");
     out.n_layer_nextn = (int) std::clamp<int64_t>(get_int(g, a + "nextn_predict_layers", 0), 0, out.n_layer);
     if (!out.attends.empty()) { // they draft for the others
         std::fill(out.attends.end() - out.n_layer_nextn, out.attends.end(), (uint8_t) 0);
@@ -345,7 +357,8 @@ static int fitting(int width, int a, int b) {
 kvq_layer_shape kvq_guess_shape(const kvq_model_info & m, int il, int n_embd_k, int n_embd_v) {
     kvq_layer_shape s;
     s.il = il;
-    s.head_size_k = fitting(n_embd_k, m.head_size_k, m.head_size_k_swa);
+    const int own = m.key_of(il);
+    s.head_size_k = fitting(n_embd_k, own ? own : m.head_size_k, m.head_size_k_swa);
     s.n_head_kv = n_embd_k / s.head_size_k;
     s.head_size_v =
         n_embd_v % s.n_head_kv == 0 ? n_embd_v / s.n_head_kv : fitting(n_embd_v, m.head_size_v, m.head_size_v_swa);

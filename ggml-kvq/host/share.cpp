@@ -85,13 +85,15 @@ bool kvq_is_over_devices(const ggml_tensor * t) {
 }
 
 // A node on a cache over several devices: what this one can learn of it before its own graph comes. The youngest cache
-// is the one whose context is being made; what it has learned already is not changed.
+// of that shape is the one whose context is being made; what it has learned already is not changed.
 void kvq_learn_part(const kvq_device_context & dev, const ggml_tensor * op) {
     const bool writes = op->op == GGML_OP_SET_ROWS, attends = op->op == GGML_OP_FLASH_ATTN_EXT;
     const ggml_tensor * rows = writes ? op : attends ? op->src[1] : nullptr;
     if (!rows || !rows->view_src || !kvq_is_over_devices(rows)) { return; }
     const kvq_lane_id id = kvq_parse_cache_name(rows->view_src->name);
-    kvq_kv_cache * const cache = id.il < 0 || !id.tag.empty() ? nullptr : kvq_kv_cache::youngest(dev.name, id.il);
+    const bool known = id.il >= 0 && id.tag.empty();
+    kvq_kv_cache * const cache =
+        known ? kvq_kv_cache::youngest(dev.name, id.il, id.value, rows->view_src->ne) : nullptr;
     kvq_kv_layer * const layer = cache ? cache->layer(id.il) : nullptr;
     if (!layer || layer->d.latent) { return; }
     std::string why; // the device's own graph says what is wrong

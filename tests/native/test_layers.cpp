@@ -9,6 +9,7 @@
 
 #include <cstring>
 #include <functional>
+#include <map>
 #include <unistd.h>
 
 // Writes a model's header; tensors_of: names of layer il's tensors.
@@ -77,6 +78,43 @@ static void numbers(void) {
 }
 
 // plans of these layers, in caches that hold some each
+// Heads of windowed layers are half as wide as the others, as in Gemma 4: half of a wide layer's heads are as wide as
+// all of a windowed one's. The file says which layer is which, in flags or in whole numbers, or it does not say.
+static void windows(void) {
+    const auto file = [](int kind) {
+        const std::string path = "/tmp/kvq-windows-" + std::to_string(getpid()) + ".gguf";
+        gguf_context * g = gguf_init_empty();
+        gguf_set_val_str(g, "general.architecture", "test");
+        for (const auto & [key, n] : std::map<std::string, uint32_t>{ { "block_count", 2 }, { "embedding_length", 256 },
+                 { "attention.head_count", 4 }, { "attention.head_count_kv", 2 }, { "attention.key_length", 512 },
+                 { "attention.value_length", 512 }, { "attention.key_length_swa", 256 } }) {
+            gguf_set_val_u32(g, ("test." + key).c_str(), n);
+        }
+        const bool flags[2] = { true, false };
+        const int32_t numbers[2] = { 1, 0 };
+        const char * key = "test.attention.sliding_window_pattern";
+        if (kind == 1) { gguf_set_arr_data(g, key, GGUF_TYPE_BOOL, flags, 2); }
+        if (kind == 2) { gguf_set_arr_data(g, key, GGUF_TYPE_INT32, numbers, 2); }
+        CHECK(gguf_write_to_file(g, path.c_str(), true), "%s", path.c_str());
+        gguf_free(g);
+        return path;
+    };
+    const auto part = [](const kvq_model_info & m, int il, int n_embd_k) {
+        kvq_draft_layer d;
+        d.il = il;
+        d.n_embd_k = d.n_embd_v = n_embd_k;
+        return kvq_is_part(m, d);
+    };
+    for (int kind = 0; kind < 3; kind++) {
+        const kvq_model_info m = info(file(kind));
+        CHECK(m.key_of(0) == (kind ? 256 : 0) && m.key_of(1) == (kind ? 512 : 0), "%d", kind);
+        CHECK(part(m, 1, 512) == (kind > 0), "half of a wide layer, %d", kind);
+        CHECK(!part(m, 0, 512) && part(m, 0, 256) && !part(m, 1, 1024), "%d", kind);
+        if (kind) { CHECK(kvq_guess_shape(m, 0, 512, 512).n_head_kv == 2, "%d", kind); }
+        CHECK(kvq_guess_shape(m, 1, 512, 512).n_head_kv == 1, "%d", kind);
+    }
+}
+
 static std::vector<kvq_draft_layer> plans(
     const std::string & path, const char * method, const char * opts, const std::vector<std::vector<int>> & caches) {
     CHECK(kvq_configure(method, opts, nullptr, path.c_str()) == KVQ_OK, "%s", kvq_last_error());
@@ -160,6 +198,7 @@ static void splits(void) {
 
 int main() {
     numbers();
+    windows();
     splits();
     printf("layers: ok\n");
     return 0;
