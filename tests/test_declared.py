@@ -104,13 +104,17 @@ def test_without_a_method_the_declared_type_chooses_and_is_closer_than_upstream(
     assert size and declared and float(size[1]) <= float(declared[1]), line
 
 
+@pytest.mark.parametrize("declared", ["q4_0", "q8_0"])
 @pytest.mark.parametrize("n_ctx", [512, 4096])
-def test_no_cache_takes_more_than_is_declared(n_ctx: int, text: Path, tmp_path: Path) -> None:
-    """A sliding window's cache has 768 cells, of which the usual f16 window took more than the declared bits allow."""
+def test_no_cache_takes_more_than_is_declared(n_ctx: int, declared: str, text: Path, tmp_path: Path) -> None:
+    """A sliding window's cache has 768 cells, of which the usual f16 window took more than the declared bits allow.
+    Codes end at 4.3 bits: of q8_0's the f16 window takes what they leave.
+    """
     model = test_sliding_windows.gemma3(DEMO, tmp_path / "windows.gguf", 3)
-    r = perplexity(text, "-c", str(n_ctx), "--chunks", "1", "-ctk", "q4_0", "-ctv", "q4_0", model=model)
-    sizes = re.findall(r"([\d.]+) MiB KV cache instead of.*declared q4_0: 4.50 bits a value, ([\d.]+) MiB", r.stderr)
-    assert len(sizes) == 2 and sum(float(x) for x, _ in sizes) <= sum(float(x) for _, x in sizes), sizes
+    r = perplexity(text, "-c", str(n_ctx), "--chunks", "1", "-ctk", declared, "-ctv", declared, model=model)
+    found = re.findall(rf"([\d.]+) MiB KV cache instead of.*declared {declared}: .* a value, ([\d.]+) MiB", r.stderr)
+    ours, theirs = (sum(map(float, sizes)) for sizes in zip(*found, strict=True))
+    assert len(found) == 2 and 0.8 * theirs < ours <= theirs, found
 
 
 @pytest.mark.parametrize("declared", ["q4_0", "q8_0"])

@@ -48,13 +48,18 @@ kvq_cache_before kvq_cache_draft::as_before() const {
 
 // Without a method, options of the one that fits itself to bits. They count in this cache, window and tables included:
 // that is what the declared type allows. The f16 window of a short one is short, too: else it takes most of the bits,
-// and below AT_LEAST cells it does so at any length.
+// and below AT_LEAST cells it does so at any length. Codes and tables end at TOP bits, with heads of 64. Where states
+// may keep any row in 8 bits (ROW, store/small_rows.h), the window takes what a larger type leaves: 16 bits a value of
+// a cell.
 static std::string options_for(const kvq_declared & declared, int n_cells) {
-    constexpr int AT_LEAST = 512, SHORT = 2048;
+    constexpr int AT_LEAST = 512, SHORT = 2048, PAGE = 32, MOST = 4096;
+    constexpr double TOP = 4.6, ROW = 8.25;
+    const int fewest = n_cells < SHORT ? 32 : 64;
+    const double left = declared.bits() >= ROW ? n_cells * (declared.bits() - TOP) / 16 - PAGE : 0;
+    const int window = std::min(std::max((int) left / PAGE * PAGE, fewest), MOST);
     char text[64];
-    snprintf(text, sizeof(text), "bits=%.6g,at=%d%s", declared.bits(), std::max(n_cells, AT_LEAST),
-        n_cells < SHORT ? ",window=32" : "");
-    return text;
+    snprintf(text, sizeof(text), "bits=%.6g,at=%d", declared.bits(), std::max(n_cells, AT_LEAST));
+    return text + (window == 64 ? "" : ",window=" + std::to_string(window));
 }
 
 bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) {
