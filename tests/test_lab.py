@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_sliding_windows
 from ggml_kvq import Model, cli
 from ggml_kvq.calibrate import capture
 from ggml_kvq.errors import LabError, MethodError, StateError
@@ -199,6 +200,14 @@ def test_declared_bits_are_those_of_the_built_in(demo_model: Path) -> None:
 
 
 # ------------------------------------------------------------------ cells that go
+
+
+def test_pairs_that_a_sliding_window_cuts(tmp_path: Path) -> None:
+    """XQuant's class looked for codes of the layer below, which lies in another cache and holds other cells."""
+    model = test_sliding_windows.gemma3(ROOT / "models" / "kvq-demo-q8_0.gguf", tmp_path / "windows.gguf", 3)
+    lab = load(f"{EXAMPLES / 'xquant.py'}:XQuant")
+    with Model(model, "lab", lab=lab, n_ctx=1536, n_batch=64, n_ubatch=64, n_threads=2, swa_full=False) as m:
+        assert np.isfinite(m.logits(m.tokenize(TEXT)[:1200])).all()
 
 
 def test_evicted_cells_are_read_by_nobody(demo_model: Path, exact: np.ndarray) -> None:
