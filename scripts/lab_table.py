@@ -5,13 +5,15 @@
     python scripts/lab_table.py write [--check]
 
 `measure` adds rows to results/lab.jsonl with ggml-kvq eval; rows that are there stay. `write` puts the tables into
-docs/laboratory.md between their markers, and draws the frontier.
+docs/laboratory.md between their markers, and draws a frontier for each model and length.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 from pathlib import Path
 
 from ggml_kvq import cli
@@ -98,15 +100,24 @@ def table(rows: list[results.Row]) -> str:
     return results.table(heads, lines, markdown=True)
 
 
-def page(text: str, rows: list[results.Row]) -> str:
-    """docs/laboratory.md with its tables."""
-    parts = []
+def groups(rows: list[results.Row]) -> dict[str, list[results.Row]]:
+    """Rows by model and tokens of a window, under the name of their picture."""
+    out: dict[str, list[results.Row]] = {}
     for model, n_ctx in sorted({(r["key"]["model"], r["key"]["n_ctx"]) for r in rows}):
-        own = [r for r in rows if (r["key"]["model"], r["key"]["n_ctx"]) == (model, n_ctx)]
+        name = f"laboratory-{model.removesuffix('.gguf')}-{n_ctx}"
+        out[name] = [r for r in rows if (r["key"]["model"], r["key"]["n_ctx"]) == (model, n_ctx)]
+    return out
+
+
+def page(text: str, rows: list[results.Row]) -> str:
+    """docs/laboratory.md with its tables and pictures."""
+    parts = []
+    for name, own in groups(rows).items():
         key = own[0]["key"]
         parts.append(
-            f"**{model}**, {n_ctx} tokens a window, windows: {key['chunks'] or 'all'}, of `{key['text']}`,"
-            f" batches of {key['n_ubatch']}:\n\n{table(own)}"
+            f"**{key['model']}**, {key['n_ctx']} tokens a window, windows: {key['chunks'] or 'all'}, of"
+            f" `{key['text']}`, batches of {key['n_ubatch']}:\n\n{table(own)}\n\n"
+            f"![KL divergence against true bits](img/{name}.png)"
         )
     begin, end = "<!-- field -->", "<!-- /field -->"
     head, rest = text.split(begin)
@@ -121,7 +132,14 @@ def write(args: argparse.Namespace) -> int:
     if args.check:
         return int(before != after)
     PAGE.write_text(after, encoding="utf-8")
-    return cli.main(["plot", "frontier", str(RESULTS), "-o", str(ROOT / "docs" / "img" / "laboratory")])
+    for name, own in groups(rows).items():
+        with tempfile.TemporaryDirectory() as folder:
+            of_one = Path(folder) / "rows.jsonl"
+            of_one.write_text("".join(json.dumps(r) + "\n" for r in own), encoding="utf-8")
+            status = cli.main(["plot", "frontier", str(of_one), "-o", str(ROOT / "docs" / "img" / name)])
+        if status:
+            return status
+    return 0
 
 
 def main() -> int:

@@ -154,3 +154,20 @@ def test_every_byte_of_a_compact_tensor_counts_in_llama_cpps_own_format(models: 
             assert "damaged" in str(e) or "fit" in str(e)
         else:
             assert not any(a <= at < a + 64 for a, _ in pieces), at
+
+
+def test_a_file_of_blocks_needs_its_method_and_room(demo_model: Path, tmp_path: Path) -> None:
+    """llama.cpp's own cache took blocks for rows and went on in garbage; a context that is too short said nothing."""
+    file = tmp_path / "state"
+    with Model(demo_model, "kivi", "state=compact", n_ctx=512, n_threads=2) as m:
+        list(m.feed(list(range(300, 640))))
+        m.save_state(file)
+    for method, opts, n_ctx, words in (
+        ("none", None, 512, "pass the kv_method"),
+        ("kivi", "state=compact", 256, "holds 340 tokens, and n_ctx is 256"),
+    ):
+        with (
+            Model(demo_model, method, opts, n_ctx=n_ctx, n_threads=2) as m,
+            pytest.raises(errors.StateError, match=words),
+        ):
+            m.load_state(file)

@@ -419,6 +419,31 @@ def test_what_a_class_would_lose_in_silence_is_refused(tmp_path: Path, text: str
     assert IGNORED[text] in str(e.value) and "\n" not in str(e.value)
 
 
+def test_options_of_the_base_need_no_type(demo_model: Path, tmp_path: Path) -> None:
+    """window = 64 without a type was measured with 128 in silence, and keep = 0.5 let nothing go."""
+    head = "from ggml_kvq.lab import Method\nclass Mine(Method):\n    {}\n    def seal(self, page): ...\n"
+    file = tmp_path / "mine.py"
+    file.write_text(head.format("window = 64\n    keep = 0\n    def scores(self, cells): ..."))
+    mine = load(f"{file}:Mine")
+    assert (mine.window, mine.keep) == (64, 0) and mine.native_options() == "window=64,sinks=0,page=32"
+    for bad in ('window = "auto"', "page = 48.5", "sinks = True"):
+        file.write_text(head.format(bad))
+        with pytest.raises(MethodError, match=bad.split()[0]):
+            load(f"{file}:Mine")
+
+
+@pytest.mark.parametrize("bad", ["-5000000", "float('nan')", "'many'", "np.zeros(2)"])
+def test_bytes_of_tables_are_a_number(tmp_path: Path, bad: str) -> None:
+    """A table had -18 bits a value, or ended in a traceback."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import numpy as np\nfrom ggml_kvq.lab import Method\nclass Mine(Method):\n    def __post_init__(self):\n"
+        f"        self.table_bytes = {bad}\n    def seal(self, page): ...\n"
+    )
+    with pytest.raises(MethodError, match="table_bytes"):
+        load(f"{file}:Mine")
+
+
 def test_an_option_without_a_type_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(

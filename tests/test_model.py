@@ -19,7 +19,7 @@ import pytest
 from ggml_kvq import Model, errors
 from ggml_kvq.core import llama, loader, native
 from ggml_kvq.core.chat import render
-from ggml_kvq.core.sampling import Sampling
+from ggml_kvq.core.sampling import Chain, Sampling
 
 DEMO = Path(__file__).resolve().parent.parent / "models" / "kvq-demo-q8_0.gguf"
 TEXT = "The register file holds sixteen words. Each word is read by the decoder before the next cycle begins. " * 12
@@ -220,6 +220,34 @@ def test_greedy_generation_follows_the_logits(method: str) -> None:
             ids.append(int(logits[-1].argmax()))
         assert text == m.detokenize(ids[n:])
         assert m.finish_reason == "length"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_character_that_a_limit_cuts_comes_with_the_rest(
+    plain: Model, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a limit inside a character, replacement characters came at the end of one text and in the next."""
+    ids = plain.tokenize("\U0001f600 世界 \U0001f600\U0001f600")
+    data = [plain.piece(i) for i in ids]
+    assert any(not is_text(b"".join(data[:i])) for i in range(n, len(ids), n))
+    left: list[int] = []
+    monkeypatch.setattr(Chain, "sample", lambda self, ctx, row=-1: left.pop(0))
+    for first in (0, 1):  # the prompt ends inside a character, too
+        left[:] = ids[first:]
+        prompt = plain.tokenize("text", add_bos=True) + ids[:first]
+        text = "".join(plain.generate(prompt, max_tokens=n, temperature=0))
+        while len(left) >= n:
+            text += "".join(plain.generate("", reset=False, max_tokens=n, temperature=0))
+        whole = b"".join(data).decode()
+        assert text and whole.startswith(text) and len(whole) - len(text) <= n
+
+
+def is_text(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def test_stream_pieces_are_whole_characters_and_join_to_the_text(plain: Model) -> None:

@@ -308,6 +308,8 @@ def test_more_bits_than_auto_has_are_told_so(demo_model: Path) -> None:
         model = Model(demo_model, kv_bits=16, n_ctx=512, n_threads=1)
     with model:
         assert "; auto ends at 4.27" in model.load_line
+    with Model(demo_model, kv_bits=5, n_ctx=512, n_threads=1) as model:  # "5 bits count at 131072 tokens" stood there
+        assert "; auto ends at 4.27" in model.load_line and "count at" not in model.load_line
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with Model(demo_model, kv_bits=4.25, n_ctx=512, n_threads=1) as model:

@@ -19,12 +19,11 @@ class XQuant(Method):
         groups = np.moveaxis(x, axis, -1)
         g = groups.reshape(*groups.shape[:-1], -1, 32)
         low, span = g.min(-1, keepdims=True), np.ptp(g, axis=-1, keepdims=True)
-        place = (what, il - il % 2, page.stream, page.positions.tobytes())
-        shared = shared and place in self.codes  # a sliding window's layer holds other cells
+        shared = shared and page.layer_before == il - 1  # another cache holds other cells
         code = np.clip(np.floor((g - low) * (n / np.where(span > 0, span, 1)) + 0.5), 0, n)
-        code = self.codes.pop(place, code) if shared else code
-        if not il % 2 and il >= self.m[what]:
-            self.codes[place] = code
+        code = self.codes[what, il - 1, page.stream] if shared else code
+        if not il % 2:
+            self.codes[what, il, page.stream] = code  # its partner seals the same pages next
         back = f16(low + eta * span) + f16((1 - 2 * eta) * span / n) * code
         return np.moveaxis(back.reshape(groups.shape), -1, axis), (0 if shared else 1 + two) + 32 / 32
 

@@ -125,13 +125,14 @@ static std::string words_of_declared(const std::vector<std::unique_ptr<kvq_kv_la
 }
 
 // "; 4.25 bits count at 131072 tokens: these 512 take 7.90 with their f16 window": of a context that is shorter
-static std::string words_of_short_context(const kvq_config & config, const kvq_stats & s) {
+// top: words_of_top
+static std::string words_of_short_context(const kvq_config & config, const kvq_stats & s, const std::string & top) {
     if (!config.method || !config.method->most) { return ""; }
     const kvq_method::limit most = config.method->most(config.options);
     if (most.bits <= 0) { return ""; }
     char text[160];
     snprintf(text, sizeof(text), "; %.4g bits%s", most.bits, most.strict ? "" : ", the default,");
-    if (most.n_cells <= s.n_cells || s.bits < most.bits + 0.005) {
+    if (most.n_cells <= s.n_cells || s.bits < most.bits + 0.005 || !top.empty()) {
         return most.strict ? "" : text + std::string(" were chosen");
     }
     const std::string out = text;
@@ -208,11 +209,10 @@ std::string kvq_kv_cache::load_line() const {
         reading += "; no kernel for tokens has these heads and bits: " + n_layers((size_t) s.second) +
             (s.second == 1 ? " is read by " : " are read by ") + s.first;
     }
-    const std::string part = part_of_model();
+    const std::string part = part_of_model(), top = words_of_top(config, layers, model.n_attention());
     reading = (part.empty() ? "" : "; " + part) + words_of_declared(layers, config.is_instead) +
-        words_of_short_context(config, s) + words_of_top(config, layers, model.n_attention()) +
-        words_of_window(layers) + words_of_place(layers, device) + words_of_policies(s) + words_of_data(config) +
-        reading;
+        words_of_short_context(config, s, top) + top + words_of_window(layers) + words_of_place(layers, device) +
+        words_of_policies(s) + words_of_data(config) + reading;
     const std::string note = reading +
         (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers"
                                                     : "");

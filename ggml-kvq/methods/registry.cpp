@@ -126,7 +126,10 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
         }
         const std::string canonical = check_value(found->type, value);
         if (canonical.empty()) {
-            err = "option " + key + "=" + value + " is not of type " + found->type + ": " + found->help;
+            const bool negative = value[0] == '-' && !strncmp(found->type, "int", 3) &&
+                !check_value(found->type, value.substr(1)).empty();
+            err = "option " + key + "=" + value +
+                (negative ? " is below 0: " : std::string(" is not of type ") + found->type + ": ") + found->help;
             return KVQ_ERR_OPTION;
         }
         out.values[key] = canonical;

@@ -31,6 +31,8 @@ COLORS = {
 }
 UPSTREAM_COLOR = "#777777"
 _FLOOR = 1e-4  # KLD shown at least; below lies f16 rounding
+_FEWEST = 0.5  # the axis of bits is logarithmic; who lets cells go has none in a long context
+_SIMULATED = " (simulated)"
 
 
 def _pyplot() -> Any:
@@ -86,7 +88,7 @@ def _marker(row: Row) -> str:
 
 
 def _bits_axis(axis: Any, bits: Sequence[float]) -> None:
-    low, high = min(bits), max(bits)
+    low, high = max(min(bits), _FEWEST), max(bits)
     ticks = [t for t in (1, 1.5, 2, 3, 4, 5, 6, 8, 12, 16) if low * 0.8 <= t <= high * 1.25]
     axis.set_xscale("log")
     axis.set_xlim(low * 0.85, high * 1.25)
@@ -171,20 +173,18 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
         points = []
         for r in shown:
             x, y = r["bits"], max(r["kld_mean"], _FLOOR)
-            axis.plot([r["bits_no_window"], x], [y, y], "-", color=_color(r), alpha=0.45, lw=1.2)
+            axis.plot([max(r["bits_no_window"], _FEWEST), x], [y, y], "-", color=_color(r), alpha=0.45, lw=1.2)
             axis.plot(
                 x, y, _marker(r), color=_color(r), ms=7, mfc="white" if "null" in r["key"]["cache"] else _color(r)
             )
-            points.append((x, y, r["key"]["cache"], _color(r)))
+            points.append((x, y, r["key"]["cache"].removesuffix(_SIMULATED), _color(r)))
+        notes = []
+        if any(r["key"]["cache"].endswith(_SIMULATED) for r in shown):
+            notes.append(("this colour: simulated, rows of f16 hold what the class gave back", COLORS["lab"]))
         if any(r["bits_no_window"] < r["bits"] for r in shown):
-            axis.text(
-                0.02,
-                0.02,
-                "thin line: down to the bits of a long context (f16 window left out)",
-                transform=axis.transAxes,
-                fontsize=8,
-                color="#555555",
-            )
+            notes.append(("thin line: down to the bits of a long context (f16 window left out)", "#555555"))
+        for i, (words, color) in enumerate(notes):
+            axis.text(0.02, 0.02 + 0.035 * i, words, transform=axis.transAxes, fontsize=8, color=color)
         top = max(p[1] for p in points)
         axis.set_ylim(_FLOOR / 1.5, top * 2.5)
         _annotate(axis, points)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +18,7 @@ from ..errors import ArgumentTypeError, ContextOverflowError, DecodeError, KvqEr
 from . import arguments, llama
 from .loader import LogLines, last_problem, log
 from .sampling import Chain, Sampling
-from .writer import Writer
+from .writer import Writer, before
 
 if TYPE_CHECKING:
     from .model import Model
@@ -79,7 +79,7 @@ class Many:
 
     def generate_many(
         self: Any,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Iterable[str | Sequence[int]],
         *,
         max_tokens: int = 128,
         stop: Sequence[str] | str = (),
@@ -94,8 +94,10 @@ class Many:
         several texts are computed together. sampling: one for all, or one for each prompt. Afterwards finish_reasons
         has "stop", "eos", "length" or "context" for each, and the cache is empty.
         """
-        if isinstance(prompts, str):
-            raise ArgumentTypeError(f"prompts={prompts!r:.60} is one text; pass a list of texts")
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            what = "one text" if isinstance(prompts, str) else f"a {type(prompts).__name__}"
+            raise ArgumentTypeError(f"prompts={prompts!r:.60} is {what}; pass a list of texts")
+        prompts = list(prompts)
         if isinstance(sampling, Sequence):
             each = [arguments.sampling(s, {}) for s in sampling]
             if len(each) != len(prompts) or options:
@@ -115,7 +117,9 @@ class Many:
                     if isinstance(prompt, str)
                     else arguments.id_array(prompt, self.n_vocab).tolist()
                 )
-                if not 0 < len(ids) <= room:
+                if not ids:
+                    raise KvqError(f"prompt {number} is empty; give it some text")
+                if len(ids) > room:
                     what = f"has {len(ids)} tokens, and a sequence has room for {room} (n_ctx / n_seq_max)"
                     raise ContextOverflowError(f"prompt {number} {what}; give a prompt that fits, or a larger n_ctx")
                 waiting.append((number, ids))
@@ -129,7 +133,8 @@ class Many:
                         chain = Chain(lib, self.n_vocab, each[number])
                         for token in ids:
                             chain.accept(token)
-                        running.append(_Text(number, free.pop(0), ids, chain, Writer(stops)))
+                        writer = Writer(stops, before(self.piece, ids))
+                        running.append(_Text(number, free.pop(0), ids, chain, writer))
                     ended = [t for t in running if max_tokens == 0]
                     for text, token in [] if ended else _step(self, rows, running):
                         reason = _take(self, text, token, max_tokens, room)
@@ -163,7 +168,7 @@ def _take(model: Model, text: _Text, token: int, max_tokens: int, room: int) -> 
         return "stop"
     reason = "length" if text.n_sampled == max_tokens else "context" if text.n_held >= room else ""
     if reason:
-        text.parts.append(text.writer.rest())
+        text.parts.append(text.writer.rest(is_whole=False))
     return reason
 
 

@@ -39,7 +39,7 @@ from .sampling import Chain, Sampling
 from .speculate import GuessingStep
 from .step import Step, check_decoded, check_room
 from .vocabulary import Vocabulary
-from .writer import Writer
+from .writer import Writer, before
 
 TokenArray = npt.NDArray[np.int32]
 if TYPE_CHECKING:
@@ -520,7 +520,7 @@ class Model(Many, Vocabulary):
         self._check_own(edits)
         self.finish_reason = reason = ""  # the attribute may be a newer generator's by the time this one goes on
         chain = Chain(self._libs.llama, self.n_vocab, options)
-        writer, held = Writer(stops), ""
+        writer, held = Writer(stops, before(self.piece, self._tokens[-4:] + ids)), ""
         try:
             for token in self._tokens + ids:
                 chain.accept(token)
@@ -551,7 +551,7 @@ class Model(Many, Vocabulary):
                 elif len(self._tokens) >= self.n_ctx:
                     self.finish_reason = reason = "context"
             if reason != "stop":
-                held = writer.rest()
+                held = writer.rest(reason == "eos")
             if held:
                 yield held
         except GeneratorExit:

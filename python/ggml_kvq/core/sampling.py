@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import KvqError
+from ..errors import ArgumentTypeError, KvqError
 from . import llama
 
 
@@ -39,7 +39,7 @@ class Sampling:
             if field.name == "seed" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
-                raise KvqError(
+                raise ArgumentTypeError(
                     f"{field.name}={value!r} is a {type(value).__name__}; pass a"
                     f" {'whole number' if whole else 'number'}"
                 )

@@ -149,6 +149,12 @@ def load(model: Model, path: str | os.PathLike[str]) -> int:
     blocks = state_files.read(source) if source.is_file() else None
     if blocks is None:
         _check_head(source)
+    elif model.kv_method is None:
+        raise StateError(
+            f"{source} holds blocks of a compressed cache (state=compact); pass the kv_method that it was saved with"
+        )
+    elif len(blocks[0]) > model.n_ctx:
+        raise StateError(f"{source} holds {len(blocks[0])} tokens, and n_ctx is {model.n_ctx}; pass a larger n_ctx")
     with model._lock, processes.interrupt_held():
         ctx = model._open()
         model.reset()

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+
+def before(piece: Callable[[int], bytes], tokens: Sequence[int]) -> bytes:
+    """Bytes of the last tokens before a text: four, for no character has more bytes."""
+    return b"".join(piece(token) for token in tokens[-4:])
 
 
 class Writer:
@@ -11,9 +16,11 @@ class Writer:
     to begin a stop string.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], before: bytes = b"") -> None:
+        """before: bytes of the tokens before the text, of which a character that they begin belongs to it."""
         self._stops = stops
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(before)
         self._held = ""
 
     def add(self, piece: bytes) -> tuple[str, bool]:
@@ -27,7 +34,9 @@ class Writer:
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
 
-    def rest(self) -> str:
-        """What was held back, at the end of a text that no stop string ended."""
-        held, self._held = self._held + self._decoder.decode(b"", final=True), ""
+    def rest(self, is_whole: bool = True) -> str:
+        """What was held back, at the end of a text that no stop string ended. is_whole: the model ended it, so a
+        character that it left unfinished is a replacement character; else who goes on gets it.
+        """
+        held, self._held = self._held + (self._decoder.decode(b"", final=True) if is_whole else ""), ""
         return held

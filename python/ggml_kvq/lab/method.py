@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib.util
 import inspect
+import numbers
 import os
 import sys
 from collections.abc import Mapping
@@ -24,6 +25,23 @@ else:
 
     def dataclass_transform():
         return lambda cls: cls
+
+
+def _of_bases(cls: type) -> dict[str, Any]:
+    """Types of the options of its bases that the class gives another default and no type; MethodError."""
+    out: dict[str, Any] = {}
+    for of_base in fields(cls):
+        name = of_base.name
+        if name not in cls.__dict__ or name in inspect.get_annotations(cls) or not of_base.init:
+            continue
+        value, usual = cls.__dict__[name], of_base.default
+        fits = isinstance(value, (int, float) if isinstance(usual, float) else type(usual))
+        if not fits or isinstance(value, bool) != isinstance(usual, bool):
+            raise MethodError(
+                f"{cls.__name__}: {name}={value!r} is no {type(usual).__name__}; its default is {usual!r}"
+            )
+        out[name] = of_base.type
+    return out
 
 
 @dataclass_transform()
@@ -54,6 +72,7 @@ class Method:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.__annotations__ = {**_of_bases(cls), **inspect.get_annotations(cls)}
         for name, kind in inspect.get_annotations(cls).items():
             default = cls.__dict__.get(name)
             if not str(kind).startswith(("ClassVar", "typing.ClassVar")) and not isinstance(
@@ -89,6 +108,7 @@ class Method:
 
         with sample.explained(self):
             self.fit(sample.take(path, self.text, self.fit_tokens, n_threads))
+        check_tables(self)
         self._fitted = os.fspath(path)
 
     def native_options(self) -> str:
@@ -143,6 +163,14 @@ def check(method: Method) -> None:
         raise MethodError(f"{name}: keep={method.keep} is not within 0..1")
     if method.keep < 1 and not method.evicts:
         raise MethodError(f"{name}: keep={method.keep} needs scores(cells), which says what stays; write it")
+    check_tables(method)
+
+
+def check_tables(method: Method) -> None:
+    """MethodError when table_bytes is no number of bytes."""
+    n = method.table_bytes
+    if isinstance(n, bool) or not isinstance(n, numbers.Real) or not 0 <= n < 1 << 50:
+        raise MethodError(f"{type(method).__name__}: table_bytes={n!r:.60} is no number of bytes; give 0 or more")
 
 
 def with_options(cls: type[Method], opts: Mapping[str, Any]) -> Method:
