@@ -523,3 +523,11 @@ def test_a_library_that_was_cut_off_is_named(command: str, tmp_path: Path) -> No
     done = subprocess.run(argv, env={**os.environ, "KVQ_BACKEND": str(cut)}, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"{cut} is cut off after 1000000 bytes" in done.stdout
+
+
+def test_flags_are_true_or_false(demo_model: Path) -> None:
+    """swa_full="no" and reset="no" counted as True."""
+    with pytest.raises(TypeError, match="swa_full='no' is a str; pass True or False"):
+        Model(demo_model, n_ctx=256, n_threads=1, swa_full="no")  # type: ignore[arg-type]
+    with Model(demo_model, n_ctx=256, n_threads=1) as m, pytest.raises(TypeError, match="reset='no'"):
+        m.generate("a", reset="no")  # type: ignore[arg-type]

@@ -310,10 +310,7 @@ void kvq_refuse_state(const kvq_target & t, const std::string & why, bool staged
     kvq_arrivals & in = t.cache->arrivals;
     const bool told = staged && may_throw;
     if (in.damage.empty()) {
-        kvq_report_error(why +
-            (told ? ""
-                  : " (the program cannot be told: nothing is computed until its cache is cleared or it starts "
-                    "anew)"));
+        kvq_report_error(why + (told ? "" : " (nothing is computed with this cache until it is cleared)"));
     }
     in.damage = why;
     t.cache->refused = true;

@@ -313,8 +313,9 @@ static kvq_status plan(
     }
     if (far && (given.is("window", "auto") || !given.is("state", "rows") || (means && !given.is("far", "f16")))) {
         const char * key = given.is("window", "auto") ? "window" : !given.is("state", "rows") ? "state" : "means";
+        const bool usual = !strcmp(key, "means"); // on unless it is said to be off
         err = "option " + std::string(key) + "=" + given.str(key) + " cannot go with far=" + given.str("far") +
-            ": leave one of them out";
+            (usual ? ": set means=off, or far=f16" : ": leave one of them out");
         return KVQ_ERR_OPTION;
     }
     if (far) {

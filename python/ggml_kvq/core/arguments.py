@@ -152,6 +152,13 @@ def at_least(name: str, value: Any, low: int) -> int:
     return number
 
 
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that only counts as one of them ("no" is true). ArgumentTypeError."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{name}={value!r:.60} is a {type(value).__name__}; pass True or False")
+    return bool(value)
+
+
 def cache_type(name: str, value: Any) -> str:
     """type_k or type_v. MethodError."""
     if not isinstance(value, str) or value not in llama.GGML_TYPES:

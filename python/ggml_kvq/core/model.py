@@ -153,7 +153,7 @@ class Model(Many, Vocabulary):
             with processes.interrupt_held():
                 self._load_model(kv_method, device, n_gpu_layers)
                 arguments.check_layers(self.kv_method, n_gpu_layers, self.n_layer)
-                self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, bool(swa_full), chosen.config)
+                self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, swa_full, chosen.config)
         except BaseException:
             self._free()
             raise
@@ -213,7 +213,7 @@ class Model(Many, Vocabulary):
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, min(n_ubatch, n_batch)
         params.n_seq_max, params.n_threads, params.n_threads_batch = n_seq_max, n_threads, n_threads
         params.flash_attn_type = llama.FLASH_ATTN_ENABLED
-        params.swa_full = swa_full
+        params.swa_full = arguments.flag("swa_full", swa_full)
         params.type_k, params.type_v = llama.GGML_TYPES[self.type_k], llama.GGML_TYPES[self.type_v]
         # strlen as abort callback: 0 for an empty buffer, 1 once the flag byte is set; costs no Python call per graph
         # node
@@ -238,6 +238,7 @@ class Model(Many, Vocabulary):
                     raise arguments.in_python(MethodError(reason))
                 problem = last_problem(log.end())
                 cure = "choose another type_k or type_v" if "cache type" in problem else "try a smaller n_ctx"
+                cure = "pass a smaller n_seq_max" if "n_seq_max" in problem else cure
                 raise ModelError(f"no context of {self.path} with n_ctx={n_ctx}: {problem}; {cure}")
             if note:
                 warnings.warn(note, stacklevel=3)
@@ -473,7 +474,7 @@ class Model(Many, Vocabulary):
         with self._lock:
             self._open()
             self._check_idle()
-            start = reset or not self._tokens
+            start = arguments.flag("reset", reset) or not self._tokens
             ids = (
                 self.tokenize(prompt, add_bos=start, special=special)
                 if isinstance(prompt, str)
