@@ -426,6 +426,7 @@ def test_options_of_the_base_need_no_type(demo_model: Path, tmp_path: Path) -> N
     file.write_text(head.format("window = 64\n    keep = 0\n    def scores(self, cells): ..."))
     mine = load(f"{file}:Mine")
     assert (mine.window, mine.keep) == (64, 0) and mine.native_options() == "window=64,sinks=0,page=32"
+    assert load(f"{file}:Mine", {"keep": "0.5"}).keep == 0.5
     for bad in ('window = "auto"', "page = 48.5", "sinks = True"):
         file.write_text(head.format(bad))
         with pytest.raises(MethodError, match=bad.split()[0]):

@@ -54,12 +54,14 @@ kvq_cache_before kvq_cache_draft::as_before() const {
 static std::string options_for(const kvq_declared & declared, int n_cells) {
     constexpr int AT_LEAST = 512, SHORT = 2048, PAGE = 32, MOST = 4096;
     constexpr double TOP = 4.6, ROW = 8.25;
-    const int fewest = n_cells < SHORT ? 32 : 64;
-    const double left = declared.bits() >= ROW ? n_cells * (declared.bits() - TOP) / 16 - PAGE : 0;
-    const int window = std::min(std::max((int) left / PAGE * PAGE, fewest), MOST);
+    int window = n_cells < SHORT ? PAGE : 0; // 0: the method's own
+    if (declared.bits() >= ROW) {
+        const int left = (int) (n_cells * (declared.bits() - TOP) / 16) - PAGE;
+        window = std::min(std::max(left / PAGE * PAGE, window), MOST);
+    }
     char text[64];
     snprintf(text, sizeof(text), "bits=%.6g,at=%d", declared.bits(), std::max(n_cells, AT_LEAST));
-    return text + (window == 64 ? "" : ",window=" + std::to_string(window));
+    return text + (window ? ",window=" + std::to_string(window) : "");
 }
 
 bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) {

@@ -40,6 +40,8 @@ def _of_bases(cls: type) -> dict[str, Any]:
             raise MethodError(
                 f"{cls.__name__}: {name}={value!r} is no {type(usual).__name__}; its default is {usual!r}"
             )
+        if isinstance(usual, float):
+            setattr(cls, name, float(value))  # keep = 1 takes keep=0.5 from the command line, too
         out[name] = of_base.type
     return out
 
