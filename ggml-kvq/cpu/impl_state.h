@@ -7,6 +7,8 @@ namespace KVQ_NS {
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef uint64_t u64x8 __attribute__((vector_size(64)));
+typedef int32_t i32v16 __attribute__((vector_size(64)));
+typedef float f32v16 __attribute__((vector_size(64)));
 
 static inline f32x16 f16_range(f32x16 x) { return f32_max(f32_set1(-F16_MAX), f32_min(f32_set1(F16_MAX), x)); }
 
@@ -201,37 +203,45 @@ static void decode_lattice(
     }
 }
 
+// Whether close_points found the points of all vectors that it was called for.
+struct points_found {
+    f32x16 worst = f32_set1(0.0f);
+    i32v16 any = {}; // negative: no point
+    template <int D> bool all() const {
+        if (!(f32_hmax(worst) <= (D == 2 ? 0.505f : 0.25f))) { return false; }
+        int32_t each[16], sign = 0;
+        __builtin_memcpy(each, &any, 64);
+        for (int t = 0; t < 16; t++) { sign |= each[t]; }
+        return sign >= 0;
+    }
+};
+
 // Nearest points of a vector in 16 cells: their coordinates in whole steps and their indices, where they are found at
 // once. d = 2: by the square of one step a side in which y lies. Else y lies close to a point, within a quarter of a
-// step in each coordinate: no other is as near. False: neither in some cell.
+// step in each coordinate: no other is as near.
 template <int D>
-static inline bool close_points(const kvq_lattice_view & a, const f32x16 * y, f32x16 * point, uint8_t * index) {
+static inline void close_points(
+    const kvq_lattice_view & a, const f32x16 * y, f32x16 * point, uint8_t * index, points_found & found) {
     const f32x16 per_step = f32_set1(1.0f / a.step), most = f32_set1(127.0f), least = f32_set1(-127.0f);
-    f32x16 worst = f32_set1(0.0f);
     for (int j = 0; j < D; j++) {
         const f32x16 u = f32_mul(y[j], per_step);
         point[j] = f32_add(f32_max(f32_min(f32_round(u), most), least), f32_set1(0.0f)); // never -0
-        worst = f32_absmax(worst, f32_sub(u, point[j]));
+        found.worst = f32_absmax(found.worst, f32_sub(u, point[j]));
     }
     if (D == 2) {
-        if (!(f32_hmax(worst) <= 0.505f)) { return false; } // outside of the table
-        float at[16];
-        int8_t byte[2][16];
-        int32_t all = 0;
-        f32_store(at,
+        const i32x16 got = i32_gather(a.pairs,
             f32_add(f32_add(f32_mul(point[0], f32_set1(KVQ_LATTICE_SIDE)), point[1]),
                 f32_set1(KVQ_LATTICE_SIDE / 2 * (KVQ_LATTICE_SIDE + 1))));
-        for (int t = 0; t < 16; t++) { // a gather takes longer
-            const int32_t found = a.pairs[(int) at[t]];
-            index[t] = (uint8_t) found;
-            byte[0][t] = (int8_t) (found >> 8);
-            byte[1][t] = (int8_t) (found >> 16);
-            all |= found;
-        }
-        for (int j = 0; j < 2; j++) { point[j] = f32_load_i8(byte[j]); }
-        return all >= 0;
+        i32v16 p;
+        __builtin_memcpy(&p, &got, 64);
+        found.any |= p;
+        const u8x16 at = __builtin_convertvector(p & 255, u8x16);
+        __builtin_memcpy(index, &at, 16);
+        const f32v16 x[2] = { __builtin_convertvector(p << 16 >> 24, f32v16),
+            __builtin_convertvector(p << 8 >> 24, f32v16) };
+        __builtin_memcpy(point, x, sizeof(x));
+        return;
     }
-    if (!(f32_hmax(worst) <= 0.25f)) { return false; }
     int8_t byte[D][16];
     int known = 0;
     for (int j = 0; j < D; j++) { i8_store(byte[j], point[j]); }
@@ -242,7 +252,7 @@ static inline bool close_points(const kvq_lattice_view & a, const f32x16 * y, f3
         index[t] = s.index;
         known += s.key == key;
     }
-    return known == 16;
+    found.any |= (i32v16) {} + (known - 16);
 }
 
 // The nearest points, whatever the rows are: as nearest32.
@@ -266,19 +276,30 @@ static inline void any_points(const kvq_lattice_view & a, const f32x16 * y, f32x
     }
 }
 
-// Columns x of 16 cells, rotated, become those of their nearest points under the scales; indices [vector][n].
+// Columns of the nearest points of x, 16 cells, under the scales; indices [vector][n].
 template <int D>
-static void nearest_columns(const kvq_lattice_view & a, f32x16 inv, f32x16 scale, float * x, uint8_t * index) {
-    const int n = a.codec.n_cells;
+static void nearest_columns(
+    const kvq_lattice_view & a, f32x16 inv, f32x16 scale, const float * x, float * out, uint8_t * index) {
+    constexpr int TOGETHER = 16 / D; // vectors
+    const int n = a.codec.n_cells, n_vec = a.codec.head_size / D;
     const f32x16 step = f32_set1(a.step);
-    for (int v = 0; v < a.codec.head_size / D; v++) {
-        float * const to = x + (size_t) v * D * 16;
+    const auto each = [&](int v, const auto & find) {
         f32x16 y[D], point[D];
-        for (int j = 0; j < D; j++) { y[j] = f32_mul(f32_load(to + 16 * j), inv); }
-        if (!close_points<D>(a, y, point, index + (size_t) v * n)) {
-            any_points<D>(a, y, point, index + (size_t) v * n);
+        for (int j = 0; j < D; j++) { y[j] = f32_mul(f32_load(x + (size_t) (v * D + j) * 16), inv); }
+        find(y, point, index + (size_t) v * n);
+        for (int j = 0; j < D; j++) {
+            f32_store(out + (size_t) (v * D + j) * 16, f32_mul(f32_mul(point[j], step), scale));
         }
-        for (int j = 0; j < D; j++) { f32_store(to + 16 * j, f32_mul(f32_mul(point[j], step), scale)); }
+    };
+    for (int v = 0; v < n_vec; v += TOGETHER) {
+        const int end = imin(v + TOGETHER, n_vec);
+        points_found found;
+        for (int i = v; i < end; i++) {
+            each(i, [&](const f32x16 * y, f32x16 * point, uint8_t * at) { close_points<D>(a, y, point, at, found); });
+        }
+        for (int i = v; i < end && !found.all<D>(); i++) {
+            each(i, [&](const f32x16 * y, f32x16 * point, uint8_t * at) { any_points<D>(a, y, point, at); });
+        }
     }
 }
 
@@ -314,6 +335,7 @@ static bool match_lattice(const kvq_lattice_view & a, const uint16_t * rows, con
     const int D = a.codec.head_size, n = a.codec.n_cells;
     float scale[KVQ_MAX_CELLS], inv[KVQ_MAX_CELLS];
     float * x = (float *) work;
+    float near[KVQ_MAX_HEAD * 16];
     uint8_t * index = (uint8_t *) (x + (size_t) n * D);
     kvq_lattice_scales(a.codec, params, scale);
     for (int t = 0; t < n; t++) {
@@ -324,13 +346,13 @@ static bool match_lattice(const kvq_lattice_view & a, const uint16_t * rows, con
         rows_to_columns(a, rows + (size_t) t0 * D, keep ? keep + t0 : nullptr, x);
         const f32x16 i = f32_load(inv + t0), s = f32_load(scale + t0);
         switch (a.d) {
-        case 2: nearest_columns<2>(a, i, s, x, index + t0); break;
-        case 4: nearest_columns<4>(a, i, s, x, index + t0); break;
-        default: nearest_columns<8>(a, i, s, x, index + t0); break;
+        case 2: nearest_columns<2>(a, i, s, x, near, index + t0); break;
+        case 4: nearest_columns<4>(a, i, s, x, near, index + t0); break;
+        default: nearest_columns<8>(a, i, s, x, near, index + t0); break;
         }
         if (!keep) { continue; }
         u16x16 wrong = {};
-        columns_to_rows(a, x, [&](int t, int d, f32x16 y) {
+        columns_to_rows(a, near, [&](int t, int d, f32x16 y) {
             uint16_t back[16];
             u16x16 v, b, k;
             f32_store_f16(back, y);

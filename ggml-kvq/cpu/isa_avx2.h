@@ -183,6 +183,27 @@ static inline i32x16 i32_gather(const int32_t * p, f32x16 index) {
     return { _mm256_i32gather_epi32(p, _mm256_cvttps_epi32(index.a), 4),
         _mm256_i32gather_epi32(p, _mm256_cvttps_epi32(index.b), 4) };
 }
+// p at whole indices, below 16
+static inline f32x16 f32_lookup16(const float * p, i32x16 index) {
+    const __m256 low = _mm256_loadu_ps(p), high = _mm256_loadu_ps(p + 8);
+    const auto of = [&](__m256i i) {
+        const __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(i, 28));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i), is_high);
+    };
+    return { of(index.a), of(index.b) };
+}
+static inline f32x16 f32_gather(const float * p, i32x16 index) {
+    return { _mm256_i32gather_ps(p, index.a, 4), _mm256_i32gather_ps(p, index.b, 4) };
+}
+// byte K of every lane
+template <int K> static inline i32x16 i32_byte(i32x16 x) {
+    const __m256i byte = _mm256_set1_epi32(255);
+    return { _mm256_and_si256(_mm256_srli_epi32(x.a, 8 * K), byte),
+        _mm256_and_si256(_mm256_srli_epi32(x.b, 8 * K), byte) };
+}
+static inline bool i32_any_negative(i32x16 x) {
+    return _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_or_si256(x.a, x.b)));
+}
 // the lower and the upper int16 of every lane
 static inline f32x16 f32_low_half(i32x16 x) {
     return { _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x.a, 16), 16)),

@@ -140,6 +140,16 @@ static inline f32x16 f32_from_i32(i32x16 a) { return _mm512_cvtepi32_ps(a); }
 static inline i32x16 i32_gather(const int32_t * p, f32x16 index) {
     return _mm512_i32gather_epi32(_mm512_cvttps_epi32(index), p, 4);
 }
+// p at whole indices, below 16
+static inline f32x16 f32_lookup16(const float * p, i32x16 index) {
+    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(p));
+}
+static inline f32x16 f32_gather(const float * p, i32x16 index) { return _mm512_i32gather_ps(index, p, 4); }
+// byte K of every lane
+template <int K> static inline i32x16 i32_byte(i32x16 a) {
+    return _mm512_and_si512(_mm512_srli_epi32(a, 8 * K), _mm512_set1_epi32(255));
+}
+static inline bool i32_any_negative(i32x16 a) { return _mm512_movepi32_mask(a); }
 // the lower and the upper int16 of every lane
 static inline f32x16 f32_low_half(i32x16 a) {
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(a, 16), 16));

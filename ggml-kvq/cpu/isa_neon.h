@@ -203,6 +203,24 @@ static inline i32x16 i32_gather(const int32_t * p, f32x16 index) {
     KVQ_EACH r.v[i] = vld1q_s32(at + 4 * i);
     return r;
 }
+static inline f32x16 f32_gather(const float * p, i32x16 index) {
+    int32_t at[16];
+    float x[16];
+    KVQ_EACH vst1q_s32(at + 4 * i, index.v[i]);
+    for (int i = 0; i < 16; i++) { x[i] = p[at[i]]; }
+    return f32_load(x);
+}
+// p at whole indices, below 16
+static inline f32x16 f32_lookup16(const float * p, i32x16 index) { return f32_gather(p, index); }
+// byte K of every lane
+template <int K> static inline i32x16 i32_byte(i32x16 a) {
+    i32x16 r;
+    KVQ_EACH r.v[i] = vandq_s32(vshrq_n_s32(vshlq_n_s32(a.v[i], 24 - 8 * K), 24), vdupq_n_s32(255));
+    return r;
+}
+static inline bool i32_any_negative(i32x16 a) {
+    return vminvq_s32(vorrq_s32(vorrq_s32(a.v[0], a.v[1]), vorrq_s32(a.v[2], a.v[3]))) < 0;
+}
 // the lower and the upper int16 of every lane
 static inline f32x16 f32_low_half(i32x16 a) {
     f32x16 r;

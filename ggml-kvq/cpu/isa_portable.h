@@ -184,6 +184,24 @@ static inline i32x16 i32_gather(const int32_t * p, f32x16 index) {
     KVQ_EACH(16) r.v[i] = p[(int) index.v[i]];
     return r;
 }
+static inline f32x16 f32_gather(const float * p, i32x16 index) {
+    f32x16 r;
+    KVQ_EACH(16) r.v[i] = p[index.v[i]];
+    return r;
+}
+// p at whole indices, below 16
+static inline f32x16 f32_lookup16(const float * p, i32x16 index) { return f32_gather(p, index); }
+// byte K of every lane
+template <int K> static inline i32x16 i32_byte(i32x16 a) {
+    i32x16 r;
+    KVQ_EACH(16) r.v[i] = a.v[i] >> 8 * K & 255;
+    return r;
+}
+static inline bool i32_any_negative(i32x16 a) {
+    int32_t all = 0;
+    KVQ_EACH(16) all |= a.v[i];
+    return all < 0;
+}
 // the lower and the upper int16 of every lane
 static inline f32x16 f32_low_half(i32x16 a) {
     f32x16 r;

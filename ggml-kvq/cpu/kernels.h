@@ -79,6 +79,7 @@ struct kvq_lattice_slot {
 };
 constexpr int KVQ_LATTICE_SLOT_SHIFT = 50;
 constexpr int KVQ_LATTICE_SIDE = 256; // coordinates -128 to 127
+constexpr int KVQ_LATTICE_NEAR = 2;   // steps a side of the squares in kvq_lattice_view::near
 
 // Geometry of a lattice block.
 struct kvq_lattice_view {
@@ -93,6 +94,9 @@ struct kvq_lattice_view {
     const uint8_t * table;   // [d][max(n, 16)] + 128, then the same without it, as int8
     const float * points;    // [d][n]
     const int32_t * squares; // kvq_lattice_squares
+    // d = 2, n > 4, NULL else: what lies in a square of KVQ_LATTICE_NEAR steps a side at [x][y] is nearest to one of
+    // three points, their indices in bytes, rising, the last one again where they are fewer; negative: or to another
+    const int32_t * near;
     // Of saved states. d = 2: a square of one step a side at [x][y] (KVQ_LATTICE_SIDE) has the point that is nearest to
     // all of it, as index | x << 8 | y << 16 in bytes; -1: no point is (kvq_lattice_pairs)
     const int32_t * pairs;

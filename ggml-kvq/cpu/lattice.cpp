@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <mutex>
+#include <numeric>
 
 namespace {
 
@@ -95,6 +96,55 @@ const int32_t * kvq_lattice_pairs(const kvq_codec & c) {
     return table.data();
 }
 
+// By the same bound, over squares of KVQ_LATTICE_NEAR steps a side; the points that are asked about are those of the
+// block of squares around it.
+static const int32_t * near_of(const kvq_grid & g) {
+    static std::vector<int32_t> tables[5]; // by bits
+    static std::mutex mutex;
+    if (g.d != 2 || g.n <= 4) { return nullptr; }
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<int32_t> & table = tables[g.bits];
+    if (!table.empty()) { return table.data(); }
+    constexpr int SIDE = KVQ_LATTICE_SIDE, BLOCK = 16;
+    // Of `of` those that may be nearest to what lies within `half` steps of (x, y) in each coordinate
+    const auto keep = [&](const std::vector<int> & of, float x, float y, float half) {
+        std::vector<float> far;
+        for (const int k : of) {
+            const float dx = x - g.point[2 * k], dy = y - g.point[2 * k + 1];
+            far.push_back(dx * dx + dy * dy);
+        }
+        const size_t first = (size_t) (std::min_element(far.begin(), far.end()) - far.begin());
+        const int px = g.point[2 * of[first]], py = g.point[2 * of[first] + 1];
+        std::vector<int> out;
+        for (size_t i = 0; i < of.size(); i++) {
+            const int k = of[i], apart = std::abs(px - g.point[2 * k]) + std::abs(py - g.point[2 * k + 1]);
+            if (far[i] - far[first] <= 2.06f * half * (float) apart) { out.push_back(k); }
+        }
+        return out;
+    };
+    const auto centre = [](int square, int width) {
+        return ((float) square + 0.5f * (float) width - SIDE / 2) * KVQ_LATTICE_NEAR;
+    };
+    table.assign(SIDE * SIDE, -1);
+    std::vector<int> all((size_t) g.n);
+    std::iota(all.begin(), all.end(), 0);
+    for (int x0 = 0; x0 < SIDE; x0 += BLOCK) {
+        for (int y0 = 0; y0 < SIDE; y0 += BLOCK) {
+            const std::vector<int> here =
+                keep(all, centre(x0, BLOCK), centre(y0, BLOCK), 0.5f * BLOCK * KVQ_LATTICE_NEAR);
+            for (int i = 0; i < BLOCK * BLOCK; i++) {
+                const int x = x0 + i / BLOCK, y = y0 + i % BLOCK;
+                const bool edge = x == 0 || y == 0 || x == SIDE - 1 || y == SIDE - 1; // what lies outside counts to it
+                const std::vector<int> of = keep(here, centre(x, 1), centre(y, 1), 0.5f * KVQ_LATTICE_NEAR);
+                if (edge || of.size() > 3) { continue; }
+                const int second = of[std::min<size_t>(1, of.size() - 1)];
+                table[(size_t) (x * SIDE + y)] = of[0] | second << 8 | of.back() << 16;
+            }
+        }
+    }
+    return table.data();
+}
+
 kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     const kvq_grid & g = *kvq_grid_find(c.group, c.bits);
     const kvq_affine_parts p = kvq_lattice_get_parts(c);
@@ -119,6 +169,7 @@ kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     a.table = t.bytes.data();
     a.points = t.points.data();
     a.squares = kvq_lattice_squares(g);
+    a.near = near_of(g);
     a.slots = t.slots.data();
     a.slot_mul = t.slot_mul;
     a.whole = c;
