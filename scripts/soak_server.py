@@ -175,6 +175,11 @@ class Soak:
                 body = e.read().decode()[:200] if isinstance(e, urllib.request.HTTPError) else ""
                 self.problems.append(f"slot {slot}: {type(e).__name__}: {e} {body}")
 
+    def wake(self) -> None:
+        """llama-server puts a save off while its slot is busy, and goes on with one of them for each answer that ends."""
+        for i in range(4 * self.args.slots):
+            self.ask(prompt="a", n_predict=1, id_slot=i % self.args.slots)
+
     def load(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         n = self.args.clients or self.args.slots
@@ -186,6 +191,8 @@ class Soak:
                 t.join(60)
                 self.memory.append(round(self.rss() / 1024, 1))
                 print(f"{self.memory[-1]} MiB, {sum(self.counts.values())} requests", file=sys.stderr, flush=True)
+                if time.monotonic() > end:
+                    self.wake()
         time.sleep(1)
 
     def run(self) -> dict[str, Any]:
