@@ -2,6 +2,7 @@
 """The field's table: methods of papers as laboratory classes, beside the built-in ones, on one text.
 
     python scripts/lab_table.py measure -m MODEL.gguf -f TEXT.txt --fit FIT.txt [--chunks 1] [--only kivi,tcq]
+    python scripts/lab_table.py measure -m MODEL.gguf --tasks multineedle,kv --samples 10 --fit FIT.txt
     python scripts/lab_table.py write [--check]
 
 `measure` adds rows to results/lab.jsonl with ggml-kvq eval; rows that are there stay. `write` puts the tables into
@@ -71,8 +72,12 @@ def measure(args: argparse.Namespace) -> int:
         for name, spec, _ in FIELD
         if not only or any(label_of(name).startswith(x) for x in only)
     ]
-    command = ["eval", "-m", args.model, "-f", args.file, "-c", str(args.ctx_size), "-ub", "128", "-o", str(RESULTS)]
-    command += ["--chunks", str(args.chunks), "--quiet", "-t", str(args.threads), "--no-swa-full"]
+    command = ["eval", "-m", args.model, "-ub", "128", "-o", str(RESULTS), "--quiet", "-t", str(args.threads)]
+    if args.tasks:
+        command += ["--tasks", args.tasks, "--lengths", str(args.ctx_size), "--samples", str(args.samples)]
+        specs.insert(0, "f16")
+    else:
+        command += ["-f", args.file, "-c", str(args.ctx_size), "--chunks", str(args.chunks), "--no-swa-full"]
     return cli.main([*command, *(x for spec in specs for x in ("--cache", spec))])
 
 
@@ -100,6 +105,32 @@ def table(rows: list[results.Row]) -> str:
     return results.table(heads, lines, markdown=True)
 
 
+def retrieval(rows: list[results.Row]) -> str:
+    """Tables of the retrieval rows, one a model and length: what was found, and how likely the answers were."""
+    parts = []
+    for model, n_tokens in sorted({(r["key"]["model"], r["key"]["n_tokens"]) for r in rows}):
+        own = [r for r in rows if (r["key"]["model"], r["key"]["n_tokens"]) == (model, n_tokens)]
+        tasks = sorted({r["key"]["task"] for r in own})
+        caches: dict[str, dict[str, results.Row]] = {}
+        for r in own:
+            caches.setdefault(r["key"]["cache"], {})[r["key"]["task"]] = r
+        lines = []
+        for cache, of in caches.items():
+            bits = next(iter(of.values()))["bits"]
+            cells = [[f"{r['right']} of {r['n']}", f"{r['answer_nll_mean']:.3f}"] for t in tasks if (r := of.get(t))]
+            lines.append([cache, f"{bits:.2f}", *(x for cell in cells for x in cell)])
+        heads = ["cache", "true bits", *(h for t in tasks for h in (t, "NLL"))]
+        lines.sort(key=lambda line: -float(line[1]))
+        parts.append(f"**{model}**, prompts of {n_tokens} tokens:\n\n{results.table(heads, lines, markdown=True)}")
+    return "\n\n".join(parts)
+
+
+def between(text: str, mark: str, inside: str) -> str:
+    """text with what stands between <!-- mark --> and <!-- /mark --> replaced."""
+    head, rest = text.split(f"<!-- {mark} -->")
+    return f"{head}<!-- {mark} -->\n{inside}\n<!-- /{mark} -->{rest.split(f'<!-- /{mark} -->')[1]}"
+
+
 def groups(rows: list[results.Row]) -> dict[str, list[results.Row]]:
     """Rows by model and tokens of a window, under the name of their picture."""
     out: dict[str, list[results.Row]] = {}
@@ -119,16 +150,16 @@ def page(text: str, rows: list[results.Row]) -> str:
             f" `{key['text']}`, batches of {key['n_ubatch']}:\n\n{table(own)}\n\n"
             f"![KL divergence against true bits](img/{name}.png)"
         )
-    begin, end = "<!-- field -->", "<!-- /field -->"
-    head, rest = text.split(begin)
-    return f"{head}{begin}\n" + "\n\n".join(parts) + f"\n{end}{rest.split(end)[1]}"
+    return between(text, "field", "\n\n".join(parts))
 
 
 def write(args: argparse.Namespace) -> int:
     """0; 1 with --check when the page differs from the rows."""
     before = PAGE.read_text(encoding="utf-8")
-    rows = [r for r in results.read(RESULTS) if r.get("key", {}).get("kind") == "text"]
-    after = page(before, rows)
+    every = [r for r in results.read(RESULTS) if "key" in r]
+    rows = [r for r in every if r["key"]["kind"] == "text"]
+    found = [r for r in every if r["key"]["kind"] == "retrieval" and "refused" not in r]
+    after = between(page(before, rows), "retrieval", retrieval(found))
     if args.check:
         return int(before != after)
     PAGE.write_text(after, encoding="utf-8")
@@ -147,7 +178,10 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     m = commands.add_parser("measure")
     m.add_argument("-m", "--model", required=True)
-    m.add_argument("-f", "--file", required=True)
+    what = m.add_mutually_exclusive_group(required=True)
+    what.add_argument("-f", "--file")
+    what.add_argument("--tasks", default="", help="retrieval instead of a text: tasks of ggml-kvq eval")
+    m.add_argument("--samples", type=int, default=10, help="of a task")
     m.add_argument("--fit", default="", help="text that fit() learns from; not the one that is measured")
     m.add_argument("-c", "--ctx-size", type=int, default=2048)
     m.add_argument("--chunks", type=int, default=1)
