@@ -117,8 +117,10 @@ def retrieval(rows: list[results.Row]) -> str:
         lines = []
         for cache, of in caches.items():
             bits = next(iter(of.values()))["bits"]
-            cells = [[f"{r['right']} of {r['n']}", f"{r['answer_nll_mean']:.3f}"] for t in tasks if (r := of.get(t))]
-            lines.append([cache, f"{bits:.2f}", *(x for cell in cells for x in cell)])
+            line = [cache, f"{bits:.2f}"]
+            for row in (of[t] for t in tasks if t in of):
+                line += [f"{row['right']} of {row['n']}", f"{row['answer_nll_mean']:.3f}"]
+            lines.append(line)
         heads = ["cache", "true bits", *(h for t in tasks for h in (t, "NLL"))]
         lines.sort(key=lambda line: -float(line[1]))
         parts.append(f"**{model}**, prompts of {n_tokens} tokens:\n\n{results.table(heads, lines, markdown=True)}")

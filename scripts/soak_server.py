@@ -176,7 +176,7 @@ class Soak:
                 self.problems.append(f"slot {slot}: {type(e).__name__}: {e} {body}")
 
     def wake(self) -> None:
-        """llama-server puts a save off while its slot is busy, and goes on with one of them for each answer that ends."""
+        """llama-server puts a save off while its slot is busy. Each answer that ends lets one of them go on."""
         for i in range(4 * self.args.slots):
             self.ask(prompt="a", n_predict=1, id_slot=i % self.args.slots)
 
