@@ -34,7 +34,7 @@ from typing import Any
 import ggml_kvq
 import numpy as np
 import numpy.typing as npt
-from ggml_kvq import Model, _paths, declared, gguf_header
+from ggml_kvq import Model, _paths, declared, gguf_header, processes
 from ggml_kvq.core import llama
 
 ARMS = (
@@ -93,13 +93,13 @@ class Arm:
 
     def get(self, data: Bytes) -> float:
         n, t = self.size(), time.perf_counter()
-        if self.lib.llama_state_seq_get_data(self.ctx, address(data), n, 0) != n:
+        if processes.compute(lambda: self.lib.llama_state_seq_get_data(self.ctx, address(data), n, 0)) != n:
             sys.exit(f"{self.name}: the state could not be taken out")
         return time.perf_counter() - t
 
     def set(self, data: Bytes, n: int) -> float:
         t = time.perf_counter()
-        if self.lib.llama_state_seq_set_data(self.ctx, address(data), n, 0) != n:
+        if processes.compute(lambda: self.lib.llama_state_seq_set_data(self.ctx, address(data), n, 0)) != n:
             sys.exit(f"{self.name}: the state could not be restored")
         return time.perf_counter() - t
 
