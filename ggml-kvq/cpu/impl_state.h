@@ -297,7 +297,8 @@ static void nearest_columns(
         for (int i = v; i < end; i++) {
             each(i, [&](const f32x16 * y, f32x16 * point, uint8_t * at) { close_points<D>(a, y, point, at, found); });
         }
-        for (int i = v; i < end && !found.all<D>(); i++) {
+        if (found.all<D>()) { continue; }
+        for (int i = v; i < end; i++) {
             each(i, [&](const f32x16 * y, f32x16 * point, uint8_t * at) { any_points<D>(a, y, point, at); });
         }
     }

@@ -63,11 +63,69 @@ const table & table_of(const kvq_grid & g) {
     return t;
 }
 
+// Of `of`, points that may be the nearest to some y within `half` steps of the centre (x, y) in each coordinate. p is the
+// nearest to the centre c. |y - q|^2 - |y - p|^2 is linear in y, so over the square it is at least
+//     |c - q|^2 - |c - p|^2 - 2 half (|px - qx| + |py - qy|)
+// and q is out where this is above 0; a bit more is left for what f32 rounds.
+std::vector<int> nearest_in_square(const kvq_grid & g, const std::vector<int> & of, float x, float y, float half) {
+    std::vector<float> far;
+    for (const int k : of) {
+        const float dx = x - g.point[2 * k], dy = y - g.point[2 * k + 1];
+        far.push_back(dx * dx + dy * dy);
+    }
+    const size_t first = (size_t) (std::min_element(far.begin(), far.end()) - far.begin());
+    const int px = g.point[2 * of[first]], py = g.point[2 * of[first] + 1];
+    std::vector<int> out;
+    for (size_t i = 0; i < of.size(); i++) {
+        const int k = of[i], apart = std::abs(px - g.point[2 * k]) + std::abs(py - g.point[2 * k + 1]);
+        if (far[i] - far[first] <= 2.06f * half * (float) apart) { out.push_back(k); }
+    }
+    return out;
+}
+
+// A table of KVQ_LATTICE_SIDE x KVQ_LATTICE_SIDE squares, `side` steps wide: entry(their points, whether at the edge). The
+// squares' corners are multiples of `side`, or with shift -.5 their centres are.
+template <typename F>
+std::vector<int32_t> table_of_squares(const kvq_grid & g, float side, float shift, const F & entry) {
+    constexpr int SIDE = KVQ_LATTICE_SIDE, BLOCK = 16; // a block of squares is asked first, a square about its points
+    std::vector<int32_t> table((size_t) SIDE * SIDE);
+    std::vector<int> all((size_t) g.n);
+    std::iota(all.begin(), all.end(), 0);
+    const auto in_square = [&](const std::vector<int> & of, int x, int y, int width) {
+        const float half = 0.5f * (float) width;
+        const auto centre = [&](int at) { return ((float) (at - SIDE / 2) + half + shift) * side; };
+        return nearest_in_square(g, of, centre(x), centre(y), half * side);
+    };
+    for (int x0 = 0; x0 < SIDE; x0 += BLOCK) {
+        for (int y0 = 0; y0 < SIDE; y0 += BLOCK) {
+            const std::vector<int> here = in_square(all, x0, y0, BLOCK);
+            for (int i = 0; i < BLOCK * BLOCK; i++) {
+                const int x = x0 + i / BLOCK, y = y0 + i % BLOCK;
+                const bool edge = x == 0 || y == 0 || x == SIDE - 1 || y == SIDE - 1;
+                table[(size_t) (x * SIDE + y)] = entry(in_square(here, x, y, 1), edge);
+            }
+        }
+    }
+    return table;
+}
+
+const int32_t * near_of(const kvq_grid & g) {
+    static std::vector<int32_t> tables[5]; // by bits
+    static std::mutex mutex;
+    if (g.d != 2 || g.n <= 4) { return nullptr; }
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<int32_t> & table = tables[g.bits];
+    if (table.empty()) {
+        table = table_of_squares(g, KVQ_LATTICE_NEAR, 0.0f, [](const std::vector<int> & of, bool edge) {
+            if (edge || of.size() > 3) { return -1; } // what lies outside counts to the edge
+            return of[0] | of[std::min<size_t>(1, of.size() - 1)] << 8 | of.back() << 16;
+        });
+    }
+    return table.data();
+}
+
 } // namespace
 
-// With c in the middle of a square, |y - q|^2 - |y - p|^2 is linear in y, so over the square it is at least
-//     |c - q|^2 - |c - p|^2 - (|px - qx| + |py - qy|)
-// in steps; here in halves of them, and a bit more for what f32 rounds.
 const int32_t * kvq_lattice_pairs(const kvq_codec & c) {
     static std::vector<int32_t> tables[5]; // by bits
     static std::mutex mutex;
@@ -75,72 +133,11 @@ const int32_t * kvq_lattice_pairs(const kvq_codec & c) {
     if (g.d != 2) { return nullptr; }
     std::lock_guard<std::mutex> lock(mutex);
     std::vector<int32_t> & table = tables[g.bits];
-    if (!table.empty()) { return table.data(); }
-    table.assign(KVQ_LATTICE_SIDE * KVQ_LATTICE_SIDE, -1);
-    for (int i = 0; i < KVQ_LATTICE_SIDE * KVQ_LATTICE_SIDE; i++) {
-        const int x = i / KVQ_LATTICE_SIDE - KVQ_LATTICE_SIDE / 2, y = i % KVQ_LATTICE_SIDE - KVQ_LATTICE_SIDE / 2;
-        int far[KVQ_LATTICE_MAX_POINTS], nearest = 0;
-        for (int k = 0; k < g.n; k++) {
-            const int dx = x - g.point[2 * k], dy = y - g.point[2 * k + 1];
-            far[k] = dx * dx + dy * dy;
-        }
-        for (int k = 1; k < g.n; k++) { nearest = far[k] < far[nearest] ? k : nearest; }
-        const int px = g.point[2 * nearest], py = g.point[2 * nearest + 1];
-        bool all = true;
-        for (int k = 0; k < g.n; k++) {
-            const int apart = std::abs(px - g.point[2 * k]) + std::abs(py - g.point[2 * k + 1]);
-            all = all && (!apart || 50 * (far[k] - far[nearest]) > 51 * apart);
-        }
-        if (all) { table[(size_t) i] = nearest | (px & 255) << 8 | (py & 255) << 16; }
-    }
-    return table.data();
-}
-
-// By the same bound, over squares of KVQ_LATTICE_NEAR steps a side; the points that are asked about are those of the
-// block of squares around it.
-static const int32_t * near_of(const kvq_grid & g) {
-    static std::vector<int32_t> tables[5]; // by bits
-    static std::mutex mutex;
-    if (g.d != 2 || g.n <= 4) { return nullptr; }
-    std::lock_guard<std::mutex> lock(mutex);
-    std::vector<int32_t> & table = tables[g.bits];
-    if (!table.empty()) { return table.data(); }
-    constexpr int SIDE = KVQ_LATTICE_SIDE, BLOCK = 16;
-    // Of `of` those that may be nearest to what lies within `half` steps of (x, y) in each coordinate
-    const auto keep = [&](const std::vector<int> & of, float x, float y, float half) {
-        std::vector<float> far;
-        for (const int k : of) {
-            const float dx = x - g.point[2 * k], dy = y - g.point[2 * k + 1];
-            far.push_back(dx * dx + dy * dy);
-        }
-        const size_t first = (size_t) (std::min_element(far.begin(), far.end()) - far.begin());
-        const int px = g.point[2 * of[first]], py = g.point[2 * of[first] + 1];
-        std::vector<int> out;
-        for (size_t i = 0; i < of.size(); i++) {
-            const int k = of[i], apart = std::abs(px - g.point[2 * k]) + std::abs(py - g.point[2 * k + 1]);
-            if (far[i] - far[first] <= 2.06f * half * (float) apart) { out.push_back(k); }
-        }
-        return out;
-    };
-    const auto centre = [](int square, int width) {
-        return ((float) square + 0.5f * (float) width - SIDE / 2) * KVQ_LATTICE_NEAR;
-    };
-    table.assign(SIDE * SIDE, -1);
-    std::vector<int> all((size_t) g.n);
-    std::iota(all.begin(), all.end(), 0);
-    for (int x0 = 0; x0 < SIDE; x0 += BLOCK) {
-        for (int y0 = 0; y0 < SIDE; y0 += BLOCK) {
-            const std::vector<int> here =
-                keep(all, centre(x0, BLOCK), centre(y0, BLOCK), 0.5f * BLOCK * KVQ_LATTICE_NEAR);
-            for (int i = 0; i < BLOCK * BLOCK; i++) {
-                const int x = x0 + i / BLOCK, y = y0 + i % BLOCK;
-                const bool edge = x == 0 || y == 0 || x == SIDE - 1 || y == SIDE - 1; // what lies outside counts to it
-                const std::vector<int> of = keep(here, centre(x, 1), centre(y, 1), 0.5f * KVQ_LATTICE_NEAR);
-                if (edge || of.size() > 3) { continue; }
-                const int second = of[std::min<size_t>(1, of.size() - 1)];
-                table[(size_t) (x * SIDE + y)] = of[0] | second << 8 | of.back() << 16;
-            }
-        }
+    if (table.empty()) {
+        table = table_of_squares(g, 1.0f, -0.5f, [&](const std::vector<int> & of, bool) {
+            if (of.size() > 1) { return -1; }
+            return of[0] | (g.point[2 * of[0]] & 255) << 8 | (g.point[2 * of[0] + 1] & 255) << 16;
+        });
     }
     return table.data();
 }
