@@ -63,8 +63,8 @@ const table & table_of(const kvq_grid & g) {
     return t;
 }
 
-// Of `of`, points that may be the nearest to some y within `half` steps of the centre (x, y) in each coordinate. p is the
-// nearest to the centre c. |y - q|^2 - |y - p|^2 is linear in y, so over the square it is at least
+// Of `of`, points that may be the nearest to some y within `half` steps of the centre (x, y) in each coordinate. p is
+// the nearest to the centre c. |y - q|^2 - |y - p|^2 is linear in y, so over the square it is at least
 //     |c - q|^2 - |c - p|^2 - 2 half (|px - qx| + |py - qy|)
 // and q is out where this is above 0; a bit more is left for what f32 rounds.
 std::vector<int> nearest_in_square(const kvq_grid & g, const std::vector<int> & of, float x, float y, float half) {
@@ -83,8 +83,8 @@ std::vector<int> nearest_in_square(const kvq_grid & g, const std::vector<int> & 
     return out;
 }
 
-// A table of KVQ_LATTICE_SIDE x KVQ_LATTICE_SIDE squares, `side` steps wide: entry(their points, whether at the edge). The
-// squares' corners are multiples of `side`, or with shift -.5 their centres are.
+// A table of KVQ_LATTICE_SIDE x KVQ_LATTICE_SIDE squares, `side` steps wide: entry(their points, whether at the edge).
+// The squares' corners are multiples of `side`, or with shift -.5 their centres are.
 template <typename F>
 std::vector<int32_t> table_of_squares(const kvq_grid & g, float side, float shift, const F & entry) {
     constexpr int SIDE = KVQ_LATTICE_SIDE, BLOCK = 16; // a block of squares is asked first, a square about its points
