@@ -58,7 +58,7 @@ def child(args: argparse.Namespace) -> None:
 
 
 def of_program(args: argparse.Namespace, method: str, prompt: str) -> float:
-    """llama-completion's eval time."""
+    """llama-completion's time for evaluating and sampling, as generate does both."""
     command = [
         sys.executable,
         "-c",
@@ -74,10 +74,11 @@ def of_program(args: argparse.Namespace, method: str, prompt: str) -> float:
     ]
     command += ["-t", str(args.threads), "-c", str(args.n_ctx), "-no-cnv", "--temp", "0", "--ignore-eos"]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, errors="replace", check=True)
-    found = re.search(r"(?<!prompt )\beval time = +[\d.]+ ms / +\d+ runs +\( *([\d.]+) ms", done.stderr)
-    if not found:
-        raise SystemExit(f"no eval time in what llama-completion printed:\n{done.stderr[-2000:]}")
-    return float(found[1])
+    evaluated = re.search(r"(?<!prompt )\beval time = +([\d.]+) ms / +(\d+) runs", done.stderr)
+    sampled = re.search(r"sampling time = +([\d.]+) ms", done.stderr)
+    if not evaluated or not sampled:
+        raise SystemExit(f"no eval and sampling time in what llama-completion printed:\n{done.stderr[-2000:]}")
+    return (float(evaluated[1]) + float(sampled[1])) / int(evaluated[2])
 
 
 def of_binding(args: argparse.Namespace, method: str, prompt: str) -> dict[str, float]:
