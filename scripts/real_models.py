@@ -64,7 +64,12 @@ class Text:
     chunks: int
 
 
-TEXTS = {"smollm2": Text(2048, 128, 3), "gemma3": Text(4096, 128, 3), "qwen2.5-coder": Text(2048, 128, 3)}
+TEXTS = {
+    "smollm2": Text(2048, 128, 3),
+    "gemma3": Text(4096, 128, 3),
+    "qwen2.5-coder": Text(2048, 128, 3),
+    "qwen2.5-coder-1.5b": Text(2048, 128, 3),
+}
 
 
 def label(cache: str) -> str:

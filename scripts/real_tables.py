@@ -26,7 +26,12 @@ README_CACHES = (
     "auto-2.25",
     "specache-2",
 )
-SHORT = {"smollm2": "SmolLM2 135M", "gemma3": "Gemma 3 270M", "qwen2.5-coder": "Qwen2.5 Coder 0.5B"}
+SHORT = {
+    "smollm2": "SmolLM2 135M",
+    "gemma3": "Gemma 3 270M",
+    "qwen2.5-coder": "Qwen2.5 Coder 0.5B",
+    "qwen2.5-coder-1.5b": "Qwen2.5 Coder 1.5B",
+}
 WORDS = {
     "floor": "`f16` of this library",
     "q4_0-sim": "q4_0 with our f16 window, simulated",
@@ -110,13 +115,30 @@ def sentence(models: Models, cache: str) -> str:
     less = [SHORT[n] for n in models if by[n][cache]["kld_mean"] < by[n]["q4_0"]["kld_mean"]]
     more = [SHORT[n] for n in models if SHORT[n] not in less]
     where = [f"{word} on {' and '.join(names)}" for word, names in (("less", less), ("more", more)) if names]
-    return f"{words(cache)} loses {' and '.join(where) if more else 'less on all three'}"
+    return f"{words(cache)} loses {' and '.join(where) if more else 'less on all of them'}"
+
+
+def broken(models: Models) -> str:
+    """Models whose perplexity q4_0 more than doubles, and what `auto` 2.25 makes of it; "" where there is none."""
+    names: list[str] = []
+    ppl: dict[str, list[str]] = {}
+    for name, rows in models.items():
+        of = {r["key"]["cache"]: r["ppl"] for r in on_text(name, rows) if "ppl" in r}
+        if of["q4_0"] > 2 * of["f16"]:
+            names.append(SHORT[name])
+            for cache in ("q4_0", "f16", "auto-2.25"):
+                ppl.setdefault(cache, []).append(f"{of[cache]:.0f}" if of[cache] > 100 else f"{of[cache]:.2f}")
+    if not names:
+        return ""
+    q4, f16, auto = (" and ".join(ppl[cache]) for cache in ("q4_0", "f16", "auto-2.25"))
+    return f" q4_0 breaks {' and '.join(names)}: perplexity {q4}, with f16 {f16}, with `auto` 2.25 {auto}."
 
 
 def readme(models: Models) -> str:
     """The table of README.md, and what it says of few bits."""
     few = "; ".join(sentence(models, cache) for cache in ("auto-2.75", "auto-2.25"))
-    return f"{together(models, list(README_CACHES))}\n\nBeside llama.cpp's q4_0 of 4.5 bits: {few}."
+    beside = f"Beside llama.cpp's q4_0 of 4.5 bits: {few}.{broken(models)}"
+    return f"{together(models, list(README_CACHES))}\n\n{beside}"
 
 
 def table(rows: list[results.Row]) -> str:

@@ -5,7 +5,7 @@
     say)
 
 The pretrained models come first: rows of scripts/real_models.py, results/real-MODEL.jsonl. README.md, docs/index.md and
-docs/comparison.md take their table between `<!-- real -->` and `<!-- /real -->`, once all three models have all rows.
+docs/comparison.md take their table between `<!-- real -->` and `<!-- /real -->`, once all models have all rows.
 README.md and docs/fits.md take what `ggml-kvq plan --markdown` prints between `<!-- fits -->` and `<!-- /fits -->`.
 """
 

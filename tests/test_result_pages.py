@@ -42,7 +42,7 @@ def row(name: str, cache: str, kld: float, bits: float, **key: Any) -> results.R
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Rows of all caches of three models; the second one is refused by a cache, the third has long contexts."""
+    """Rows of all caches of each model; the second is refused by a cache, the third has long contexts and a broken q4_0."""
     for i, name in enumerate(real_models.TEXTS):
         rows = [
             row(name, real_models.label(c), 0.01 * (n + 1) * (i + 1), 16 - 0.5 * n - 0.02 * i)
@@ -51,6 +51,7 @@ def folder(tmp_path: Path) -> Path:
         if i == 1:
             rows[4] = {"key": rows[4]["key"], "refused": "for a reason"}
         if i == 2:
+            next(r for r in rows if r["key"]["cache"] == "q4_0")["ppl"] = 6320.4
             rows += [row(name, "q4_0", 2.5, 4.5, n_ctx=n, n_ubatch=512, chunks=1) for n in (16384, 32768)]
         rows[-1]["bits_far_long"] = 15.97
         rows.append(row(name, "q4_0", 99.0, 4.5, chunks=1))  # another measurement
@@ -58,20 +59,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_table_of_three_models(folder: Path) -> None:
+def test_the_table_of_all_models(folder: Path) -> None:
     models = real_tables.read(folder)
     assert real_tables.complete(models)
     text = real_tables.readme(models)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
-    assert lines[0] == ["cache", "bits", "SmolLM2 135M", "Gemma 3 270M", "Qwen2.5 Coder 0.5B"]
+    assert lines[0] == ["cache", "bits", *real_tables.SHORT.values()]
     by = {cells[0]: cells for cells in lines[2:]}
     assert len(by) == len(real_tables.README_CACHES) and "99" not in text
-    assert by["q8_0"] == ["q8_0", "14.96 - 15.00", "0.0300", "0.0600", "0.0900"]
+    assert by["q8_0"] == ["q8_0", "14.94 - 15.00", "0.0300", "0.0600", "0.0900", "0.1200"]
     assert by["q4_0 with our f16 window, simulated"][3] == "refused"
     bits = [float(cells[1].split(" - ")[-1].split(" + ")[0]) for cells in lines[2:]]
     assert bits == sorted(bits, reverse=True)
     assert by["`specache`"][1].endswith("+ 16 far")
     assert text.splitlines()[-1].startswith("Beside llama.cpp's q4_0 of 4.5 bits: `auto` 2.75 loses more on SmolLM2")
+    assert text.endswith(" q4_0 breaks Qwen2.5 Coder 0.5B: perplexity 6320, with f16 7.03, with `auto` 2.25 7.54.")
 
 
 def test_a_table_lacks_nothing(folder: Path) -> None:
@@ -80,7 +82,7 @@ def test_a_table_lacks_nothing(folder: Path) -> None:
     path.write_text("".join(line for line in path.open() if '"auto-2.25"' not in line))
     assert not real_tables.complete(real_tables.read(folder))
     path.unlink()
-    assert list(real_tables.read(folder)) == ["smollm2", "qwen2.5-coder"]
+    assert list(real_tables.read(folder)) == ["smollm2", "qwen2.5-coder", "qwen2.5-coder-1.5b"]
     assert not real_tables.complete(real_tables.read(folder))
 
 
