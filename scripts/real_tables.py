@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def sentence(models: Models, cache: str) -> str:
     less = [SHORT[n] for n in models if by[n][cache]["kld_mean"] < by[n]["q4_0"]["kld_mean"]]
     more = [SHORT[n] for n in models if SHORT[n] not in less]
     where = [f"{word} on {' and '.join(names)}" for word, names in (("less", less), ("more", more)) if names]
-    return f"{words(cache)} loses {' and '.join(where) if more else 'less on all of them'}"
+    return f"{words(cache)} loses {' and '.join(where) if more else 'less on every model'}"
 
 
 def broken(models: Models) -> str:
@@ -134,11 +135,12 @@ def broken(models: Models) -> str:
     return f" q4_0 breaks {' and '.join(names)}: perplexity {q4}, with f16 {f16}, with `auto` 2.25 {auto}."
 
 
-def readme(models: Models) -> str:
-    """The table of README.md, and what it says of few bits."""
+def readme(models: Models, width: int = 120) -> str:
+    """The table of README.md, and what it says of few bits, in lines of `width` columns."""
     few = "; ".join(sentence(models, cache) for cache in ("auto-2.75", "auto-2.25"))
+    few = few.replace(" loses less on every model; `auto` 2.25 loses", " and `auto` 2.25 lose")
     beside = f"Beside llama.cpp's q4_0 of 4.5 bits: {few}.{broken(models)}"
-    return f"{together(models, list(README_CACHES))}\n\n{beside}"
+    return f"{together(models, list(README_CACHES))}\n\n{textwrap.fill(beside, width)}"
 
 
 def table(rows: list[results.Row]) -> str:

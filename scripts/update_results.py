@@ -243,7 +243,7 @@ def main() -> int:
     readme, fit_page, contexts = ROOT / "README.md", ROOT / "docs" / "fits.md", fits_table()
     old = readme.read_text(encoding="utf-8")
     if real_tables.complete(real):
-        old = between(old, "real", real_tables.readme(real))
+        old = between(old, "real", real_tables.readme(real, width=1000))  # README.md does not wrap
         for other in (ROOT / "docs" / "comparison.md", ROOT / "docs" / "index.md"):
             files[other] = between(other.read_text(encoding="utf-8"), "real", real_tables.readme(real))
     files[readme] = between(old, "fits", contexts)
