@@ -189,10 +189,11 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
         axis.set_ylim(_FLOOR / 1.5, top * 2.5)
         _annotate(axis, points)
         key = text[0]["key"]
-        axis.set_title(
-            f"{key['model'].removesuffix('.gguf')}, {key['text']}, window {key['n_ctx']}, ubatch {key['n_ubatch']}",
-            fontsize=10,
+        model, how = (
+            key["model"].removesuffix(".gguf"),
+            f"{key['text']}, window {key['n_ctx']}, ubatch {key['n_ubatch']}",
         )
+        axis.set_title(f"{model},{' ' if len(model + how) < 70 else chr(10)}{how}", fontsize=10)
     if cells:
         axis = panels.pop(0)
         lengths = sorted({r["key"]["n_tokens"] for r in cells})
