@@ -118,8 +118,8 @@ def retrieval(rows: list[results.Row]) -> str:
         for cache, of in caches.items():
             bits = next(iter(of.values()))["bits"]
             line = [cache, f"{bits:.2f}"]
-            for row in (of[t] for t in tasks if t in of):
-                line += [f"{row['right']} of {row['n']}", f"{row['answer_nll_mean']:.3f}"]
+            for row in (of.get(t) for t in tasks):
+                line += [f"{row['right']} of {row['n']}", f"{row['answer_nll_mean']:.4f}"] if row else ["", ""]
             lines.append(line)
         heads = ["cache", "true bits", *(h for t in tasks for h in (t, "NLL"))]
         lines.sort(key=lambda line: -float(line[1]))
