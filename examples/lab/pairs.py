@@ -31,7 +31,7 @@ def parted(keys: np.ndarray, channels: np.ndarray, gains: np.ndarray, bits: list
 class Pairs(Method):
     parts: str = "4211"
     v_bits: int = 2
-    first: int = 0  # bits of layer 0 instead; 0: as the others
+    first: int = 0  # bits of a layer without one before it, instead; 0: as the others
     sinks: int = 4
 
     def fit(self, sample: Sample) -> None:
@@ -42,7 +42,7 @@ class Pairs(Method):
     def seal(self, page: Page) -> Decoded:
         mean_k, mean_v, pairs, gains = self.of[page.layer]
         bits, v_bits = [int(b) for b in self.parts], self.v_bits
-        if page.layer == 0 and self.first:
+        if self.first and page.before is None:
             bits, v_bits = [self.first], self.first
         scale = (8 + 16 / self.page) / page.keys.shape[-1]
         keys = parted(page.keys_before - mean_k, pairs, gains, bits) + mean_k
