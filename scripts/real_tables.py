@@ -110,13 +110,13 @@ def together(models: Models, caches: list[str]) -> str:
     return results.table(heads, [cells for _, cells in sorted(lines, key=lambda x: x[0])], markdown=True)
 
 
-def sentence(models: Models, cache: str) -> str:
+def beside_q4_0(models: Models, cache: str) -> str:
     """On which models this cache loses less than q4_0."""
     by = {name: {r["key"]["cache"]: r for r in on_text(name, rows)} for name, rows in models.items()}
     less = [SHORT[n] for n in models if by[n][cache]["kld_mean"] < by[n]["q4_0"]["kld_mean"]]
     more = [SHORT[n] for n in models if SHORT[n] not in less]
     where = [f"{word} on {' and '.join(names)}" for word, names in (("less", less), ("more", more)) if names]
-    return f"{words(cache)} loses {' and '.join(where) if more else 'less on every model'}"
+    return " and ".join(where) if more else "less on every model"
 
 
 def broken(models: Models) -> str:
@@ -137,8 +137,10 @@ def broken(models: Models) -> str:
 
 def readme(models: Models, width: int = 120) -> str:
     """The table of README.md, and what it says of few bits, in lines of `width` columns."""
-    few = "; ".join(sentence(models, cache) for cache in ("auto-2.75", "auto-2.25"))
-    few = few.replace(" loses less on every model; `auto` 2.25 loses", " and `auto` 2.25 lose")
+    said: dict[str, list[str]] = {}
+    for cache in ("auto-2.75", "auto-2.25"):
+        said.setdefault(beside_q4_0(models, cache), []).append(words(cache))
+    few = "; ".join(f"{' and '.join(of)} lose{'s' * (len(of) == 1)} {what}" for what, of in said.items())
     beside = f"Beside llama.cpp's q4_0 of 4.5 bits: {few}.{broken(models)}"
     return f"{together(models, list(README_CACHES))}\n\n{textwrap.fill(beside, width)}"
 

@@ -189,10 +189,8 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
         axis.set_ylim(_FLOOR / 1.5, top * 2.5)
         _annotate(axis, points)
         key = text[0]["key"]
-        model, how = (
-            key["model"].removesuffix(".gguf"),
-            f"{key['text']}, window {key['n_ctx']}, ubatch {key['n_ubatch']}",
-        )
+        model = key["model"].removesuffix(".gguf")
+        how = f"{key['text']}, window {key['n_ctx']}, ubatch {key['n_ubatch']}"
         axis.set_title(f"{model},{' ' if len(model + how) < 70 else chr(10)}{how}", fontsize=10)
     if cells:
         axis = panels.pop(0)
