@@ -167,41 +167,61 @@ void kvq_lane::open_page(int s, int p, bool keep) {
     set_state(s, p, KVQ_PAGE_OPEN);
 }
 
+// Rows that follow each other go to one page mostly: what holds for the page is asked once for a run of them.
+struct kvq_lane::row_run {
+    int64_t begin, end; // of the rows
+    int64_t cell0;      // index of the page's first cell
+    int s, p;
+};
+
+std::vector<kvq_lane::row_run> kvq_lane::runs_of(int64_t n, const int64_t * idx) const {
+    std::vector<row_run> runs;
+    for (int64_t i = 0; i < n;) {
+        const int64_t s = idx[i] / l.n_cells, p = idx[i] % l.n_cells / l.page_cells;
+        const int64_t cell0 = s * l.n_cells + p * l.page_cells,
+                      end0 = std::min(cell0 + l.page_cells, (s + 1) * l.n_cells);
+        int64_t j = i + 1;
+        while (j < n && idx[j] >= cell0 && idx[j] < end0) { j++; }
+        runs.push_back({ i, j, cell0, (int) s, (int) p });
+        i = j;
+    }
+    return runs;
+}
+
 std::vector<uint16_t *> kvq_lane::open_cells(int64_t n, const int64_t * idx) {
     waiting = false;
+    const std::vector<row_run> runs = runs_of(n, idx);
     std::vector<int64_t> n_rows((size_t) l.n_stream, 0); // by stream
-    for (int64_t i = 0; i < n; i++) { n_rows[(size_t) (idx[i] / l.n_cells)]++; }
-    // runs of rows that go to one page: open it once, and know whether all of it is overwritten
-    for (int64_t i = 0; i < n;) {
-        const int s = (int) (idx[i] / l.n_cells), p = (int) (idx[i] % l.n_cells) / l.page_cells;
-        streams[s].first = i && idx[i - 1] / l.n_cells == s ? streams[s].first : (int) (idx[i] % l.n_cells);
-        int64_t j = i + 1;
-        while (j < n && idx[j] / l.n_cells == s && (int) (idx[j] % l.n_cells) / l.page_cells == p) { j++; }
-        open_page(s, p, j - i < l.page_cells);
-        for (kvq_policy * x : policies) { x->changed(*this, s, p); }
-        kvq_page_info & pi = info(s, p);
-        uint8_t *bits = valid(s, p), slots[32] = {};
-        for (int64_t k = i; k < j; k++) {
-            const int slot = (int) (idx[k] % l.n_cells) % l.page_cells;
-            slots[slot / 8] |= (uint8_t) (1 << slot % 8);
-            if (!(bits[slot / 8] >> slot % 8 & 1)) {
-                bits[slot / 8] |= (uint8_t) (1 << slot % 8);
-                pi.n_valid++;
-            }
-            pi.stamp = ++streams[s].clock;
-            streams[s].may_seal_ahead = true;
-            streams[s].last = (int) (idx[k] % l.n_cells);
+    for (const row_run & r : runs) { n_rows[(size_t) r.s] += r.end - r.begin; }
+    int before = -1; // stream of the run before
+    for (const row_run & r : runs) {
+        stream_state & stream = streams[(size_t) r.s];
+        if (r.s != before) { stream.first = (int) (idx[r.begin] % l.n_cells); }
+        before = r.s;
+        open_page(r.s, r.p, r.end - r.begin < l.page_cells);
+        for (kvq_policy * x : policies) { x->changed(*this, r.s, r.p); }
+        kvq_page_info & pi = info(r.s, r.p);
+        uint8_t *bits = valid(r.s, r.p), slots[32] = {};
+        for (int64_t i = r.begin; i < r.end; i++) {
+            const int slot = (int) (idx[i] - r.cell0);
+            const uint8_t bit = (uint8_t) (1 << slot % 8);
+            slots[slot / 8] |= bit;
+            pi.n_valid += bits[slot / 8] & bit ? 0 : 1;
+            bits[slot / 8] |= bit;
         }
-        reopened.wrote(s, p, slots);
-        for (kvq_policy * x : policies) { x->wrote(*this, s, p, slots, n_rows[(size_t) s]); }
-        i = j;
+        stream.clock += (uint64_t) (r.end - r.begin);
+        pi.stamp = stream.clock;
+        stream.may_seal_ahead = true;
+        stream.last = (int) (idx[r.end - 1] % l.n_cells);
+        reopened.wrote(r.s, r.p, slots);
+        for (kvq_policy * x : policies) { x->wrote(*this, r.s, r.p, slots, n_rows[(size_t) r.s]); }
     }
     is_dirty = true;
 
-    std::vector<uint16_t *> to((size_t) n);
-    for (int64_t i = 0; i < n; i++) {
-        const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
-        to[(size_t) i] = info(s, cell / l.page_cells).frame + (size_t) (cell % l.page_cells) * l.head_stride();
+    std::vector<uint16_t *> to((size_t) n); // frames move while pages open: asked for behind all of that
+    for (const row_run & r : runs) {
+        uint16_t * const frame = info(r.s, r.p).frame;
+        for (int64_t i = r.begin; i < r.end; i++) { to[(size_t) i] = frame + (idx[i] - r.cell0) * l.head_stride(); }
     }
     return to;
 }

@@ -223,6 +223,8 @@ private:
     void read_page(int s, int p, const kvq_host_pages::page & page, int from, int to, uint16_t * rows) const;
     // pages of these cells open; where the rows go
     std::vector<uint16_t *> open_cells(int64_t n, const int64_t * idx);
+    struct row_run;
+    std::vector<row_run> runs_of(int64_t n, const int64_t * idx) const;
     bool may_place(int s, int p) const; // may this page be sealed now?
     int32_t position_bound() const;     // of policies, 0: rows carry no positions
     std::string refuses_position(int32_t pos) const;
