@@ -16,7 +16,7 @@ const std::string & kvq_cuda_error(kvq_kv_cache &) {
     static const std::string none;
     return none;
 }
-void kvq_cuda_no_inner_graph(ggml_backend_t, const ggml_cgraph *) {}
+void kvq_cuda_inner_graph(ggml_backend_t, const ggml_cgraph *, bool) {}
 ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) { return kvq_compute_graph(b, graph); }
 void kvq_cuda_step_flush(kvq_backend_context &) {}
 void kvq_cuda_steps_free(kvq_cuda_steps *) {}

@@ -26,8 +26,8 @@ void kvq_cuda_link_devices(ggml_backend_device_i & i);
 void kvq_cuda_link_backends(ggml_backend_i & i);
 void * kvq_cuda_comm(const char * name);
 
-// it would record this part on its own
-void kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part);
+// May ggml-cuda make a CUDA graph of this part of its own?
+void kvq_cuda_inner_graph(ggml_backend_t inner, const ggml_cgraph * part, bool may);
 
 // cuda_inputs.cpp: nb bytes that a program sets at `to` in a plain buffer. hold: false when they have to be copied now;
 // send: before a graph runs, those in its buffers; settle: those that overlap what is read or written now; drop: with

@@ -415,7 +415,7 @@ static ggml_status compute_others(
     part.leafs = part.grads = part.grad_accs = nullptr;
     part.uid = 0;
     if (kvq_records(how)) { kvq_cuda_step_flush(b); }
-    if (how != kvq_run::EAGER) { kvq_cuda_no_inner_graph(b.inner, &part); }
+    kvq_cuda_inner_graph(b.inner, &part, how == kvq_run::EAGER && step.n_rows <= KVQ_RECORDED_ROWS);
     return b.inner->iface.graph_compute(b.inner, &part);
 }
 

@@ -133,6 +133,7 @@ struct step_maker {
         case GGML_OP_SET_ROWS:
             t.layer->turn[t.value] = t.layer->d.declared[t.value].is_f16() ? 0 : kvq_turn_of(node->src[0]);
             step.parts.push_back({ kvq_step::WRITE, i, i + 1, node, t });
+            step.n_rows = std::max(step.n_rows, node->src[0]->ne[1]);
             break;
         case GGML_OP_FLASH_ATTN_EXT:
             step.why_not = other_heads(node, t);

@@ -300,7 +300,10 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     if (!b.steps) { b.steps = new kvq_cuda_steps; }
     kvq_cuda_step & s = b.steps->of(b, graph);
     b.steps->now = &s;
-    if (s.of_others) { return b.inner->iface.graph_compute(b.inner, graph); }
+    if (s.of_others) { // its first node has a row for each token
+        kvq_cuda_inner_graph(b.inner, graph, !graph->n_nodes || graph->nodes[0]->ne[1] <= KVQ_RECORDED_ROWS);
+        return b.inner->iface.graph_compute(b.inner, graph);
+    }
     const bool has_memory = b.steps->begins_pass(s) ? kvq_has_sealed(b, s.step.caches) : kvq_has_memory(s.step.caches);
     if (!has_memory || !kvq_seal_overdue(b, s.step)) { return GGML_STATUS_ALLOC_FAILED; }
     const kvq_run node_by_node = s.fits ? kvq_run::BEFORE_RECORDING : kvq_run::EAGER;

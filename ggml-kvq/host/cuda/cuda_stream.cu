@@ -31,13 +31,14 @@ static bool has_graphs() {
     return false;
 }
 
-void kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part) {
+void kvq_cuda_inner_graph(ggml_backend_t inner, const ggml_cgraph * part, bool may) {
     static const bool has = has_graphs();
     if (!has || !part->n_nodes) { return; }
     using recordings = decltype(ggml_backend_cuda_context::cuda_graphs); // by the first node of what is recorded
     recordings & all = *(recordings *) ((char *) inner->context + kvq_layout_here.cuda_graphs);
-    std::unique_ptr<ggml_cuda_graph> & one = all[part->nodes[0]];
-    if (!one) { one.reset(new ggml_cuda_graph); }
-    one->last_used_time = ggml_time_us(); // ggml-cuda drops those that were not used for 10 s
-    one->disable_due_to_gpu_arch = true;
+    auto at = all.find(part->nodes[0]);
+    if (at == all.end() && may) { return; }
+    if (at == all.end()) { at = all.emplace(part->nodes[0], new ggml_cuda_graph).first; }
+    at->second->last_used_time = ggml_time_us(); // ggml-cuda drops those that were not used for 10 s
+    at->second->disable_due_to_gpu_arch = !may;  // cards too old for graphs it finds again itself
 }
