@@ -31,3 +31,12 @@ target_link_libraries(ggml-graph PRIVATE kvq-flags $<TARGET_FILE:ggml-kvq> upstr
 set_target_properties(ggml-graph PROPERTIES
     RUNTIME_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/examples BUILD_RPATH "${CMAKE_CURRENT_BINARY_DIR}/lib;${KVQ_STAGE}")
 add_test(NAME ggml-graph COMMAND ggml-graph)
+
+# The library on a device of a test: tests/test_apart_device.py
+add_library(ggml-kvq-apart MODULE EXCLUDE_FROM_ALL $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host>
+    $<TARGET_OBJECTS:kvq-process> ${kvq_cuda_objects} ${CMAKE_CURRENT_SOURCE_DIR}/tests/native/linked/apart_engine.cpp)
+target_include_directories(ggml-kvq-apart SYSTEM PRIVATE ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src)
+target_link_libraries(ggml-kvq-apart PRIVATE kvq-flags ${CMAKE_DL_LIBS})
+target_link_options(ggml-kvq-apart PRIVATE -Wl,--version-script=${CMAKE_CURRENT_LIST_DIR}/exports.map)
+set_target_properties(ggml-kvq-apart PROPERTIES
+    PREFIX lib SUFFIX .so LINKER_LANGUAGE CXX LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/tests)

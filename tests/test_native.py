@@ -5,6 +5,7 @@ any ggml graph.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,8 @@ from typing import cast
 
 import object_cache
 import pytest
+from conftest import run_until_said
+from ggml_kvq import _paths
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [
@@ -35,7 +38,9 @@ TESTS = [
         "test_apart",
     ),
     "ggml-graph",
+    "ggml-kvq-apart",
 ]
+SANITIZERS = ("asan", "ubsan")  # runtimes, which a program that has none takes by LD_PRELOAD
 RUNS = [
     *(("test_store", ["42", "400"]), ("test_store", ["2026", "200"]), ("test_graph_door", [])),
     *(("test_chain", ["3", "40"]), ("test_chain", ["1", "40"])),
@@ -118,6 +123,32 @@ def test_the_ops_of_any_ggml_graph_without_llama_cpp(build_dir: Path) -> None:
     )
     assert r.returncode == 0 and "runtime error" not in r.stderr, r.stdout + r.stderr[-3000:]
     assert "behind the prediction" in r.stdout
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["f16", "kivi", "kivi:place=host", "higgs", "aqua:predictor=none", "xquant", "auto", "zipcache", "minikv"]
+    + ["specache", "specache:top=16,fetch=ahead,kept=64"],
+)
+def test_a_model_over_a_device_of_a_test(build_dir: Path, demo_model: Path, method: str) -> None:
+    """The whole library over a device that is no CPU and no GPU (tests/native/apart.h): the same perplexity."""
+    runtimes = [
+        subprocess.run(["gcc", f"-print-file-name=lib{x}.so"], capture_output=True, text=True) for x in SANITIZERS
+    ]
+    name, _, options = method.partition(":")
+    said = []
+    for backend, preload in ((_paths.backend(), ""), (build_dir / "tests" / "libggml-kvq-apart.so", runtimes)):
+        env = {**os.environ, "GGML_BACKEND_PATH": str(backend), "KVQ_METHOD": name, "KVQ_OPTS": options}
+        env |= {"KVQ_MODEL": str(demo_model), "ASAN_OPTIONS": "detect_leaks=0"}
+        if preload:
+            env["LD_PRELOAD"] = " ".join(x.stdout.strip() for x in runtimes)
+        text = ["-f", str(ROOT / "tests" / "data" / "walk.txt"), "-c", "512", "--chunks", "1", "-ub", "128"]
+        argv = [str(_paths.program("llama-perplexity")), "-m", str(demo_model), "-fa", "on", "-t", "1", *text]
+        said.append(run_until_said("PPL = ", [*argv, "-dev", "KVQ0"], env=env, timeout=120))
+        assert said[-1].returncode == 0 and "runtime error" not in said[-1].stderr, said[-1].stderr[-3000:]
+    cpu, apart = (re.findall(r"PPL = ([\d.]+)", x.stdout + x.stderr) for x in said)
+    assert cpu and cpu == apart
+    assert re.search(r"apart: \d+ of memory", said[1].stderr) and "kernels apart" in said[1].stderr
 
 
 #: An order of the folders of kvq-core and host/ in which each links with those before it.

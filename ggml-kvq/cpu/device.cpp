@@ -121,6 +121,11 @@ public:
     }
     void chain_predict(const kvq_chain_pages & c, float * out) override { kvq_cpu_chain_predict(c, out); }
     void chain_step(const kvq_chain_pages & c) override { kvq_cpu_chain_step(c); }
+    bool column_sums(
+        const kvq_attn & a, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads) override {
+        kvq_cpu_column_sums(a, rows, n_rows, sums, seen, n_threads);
+        return true;
+    }
     void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override {
         kvq_cpu_choose(l, normalise, pages, n);
     }

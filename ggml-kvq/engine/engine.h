@@ -153,6 +153,12 @@ public:
     // n_frames pages from `first` on. Zeros where either is missing.
     virtual void gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps,
         const uint16_t * const * frames, int first, int n_frames) = 0;
+    // As kvq_column_sums of ggml-kvq.h. a, its pages, rows, sums and seen are the host's memory, what a and the pages
+    // point at is the engine's. False: this engine scores cells while it attends.
+    virtual bool column_sums(const kvq_attn & /* a */, const int32_t * /* rows */, int /* n_rows */, float * /* sums */,
+        int32_t * /* seen */, int /* n_threads */) {
+        return false;
+    }
 
 protected:
     ~kvq_score_engine() {}

@@ -362,10 +362,9 @@ static void fill_cache(kvq_device_context & dev, kvq_buffer & b, kvq_cache_draft
                 return;
             }
         }
-        b.device = kvq_cuda_make_device(dev.ordinal);
     }
     if (!kvq_take_share(&dev, draft)) { return; }
-    b.cache.reset(new kvq_kv_cache(draft, dev.inner ? *b.device : kvq_cpu_device()));
+    b.cache.reset(new kvq_kv_cache(draft, kvq_device_of(dev, b)));
 }
 
 // The reason has been printed. A program behind our launcher would print six lines of its own and end: it ends here.

@@ -1,5 +1,15 @@
 #include "engines.h"
 
+#include "engine/host.h"
+
+std::unique_ptr<kvq_device> (*kvq_other_engine)() = nullptr;
+
+kvq_device & kvq_device_of(const kvq_device_context & dev, kvq_buffer & b) {
+    if (!b.device && dev.inner) { b.device = kvq_cuda_make_device(dev.ordinal); }
+    if (!b.device && kvq_other_engine) { b.device = kvq_other_engine(); }
+    return b.device ? *b.device : kvq_cpu_device();
+}
+
 #ifndef KVQ_CUDA // cuda_device.cpp and cuda_step.cpp have them
 
 int kvq_cuda_init(ggml_backend_reg *) { return 0; }

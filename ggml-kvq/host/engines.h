@@ -10,6 +10,9 @@ ggml_backend_dev_t kvq_cuda_get(size_t index);
 // buffer types of the inner device, NULL-terminated
 ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev);
 std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal);
+// Whose memory the caches of a buffer are, and who computes on them. kvq_other_engine: a test's, in the CPU's place.
+extern std::unique_ptr<kvq_device> (*kvq_other_engine)();
+kvq_device & kvq_device_of(const kvq_device_context & dev, kvq_buffer & b);
 const char * kvq_cuda_refuse(const kvq_draft_layer & d);
 // node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few:
 // our kernel.

@@ -346,8 +346,11 @@ static bool flash_attn(kvq_backend_context & b, const kvq_step::part & x, kvq_ru
     }
     l.read();
     for (int s = 0; !lse.empty() && s < n_stream; s++) {
+        kvq_attn & a = streams[(size_t) s];
+        a.pages = l.spans.spans.data() + (size_t) (stream0 + s) * l.spans.n_pages; // the host's
+        a.n_pages = l.spans.packed ? l.spans.n_pages : a.n_pages;
         for (auto & policy : l.policies) {
-            policy->observed(streams[(size_t) s], stream0 + s, (uint64_t) l.k->first_written(stream0 + s), b.n_threads);
+            policy->observed(a, stream0 + s, (uint64_t) l.k->first_written(stream0 + s), b.n_threads);
         }
     }
     return true;

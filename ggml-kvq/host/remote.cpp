@@ -113,15 +113,12 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
     const kvq_draft_layer & d = found.draft.layers.back();
     if (b.inner) {
         if (const char * why = kvq_cuda_refuse(d)) { return name + ": " + why; }
-        if (!buffer.device) { buffer.device = kvq_cuda_make_device(device_of(b).ordinal); }
     }
     bool ok = true;
     if (buffer.cache) {
         ok = buffer.cache->append(d);
-    } else if (buffer.device) {
-        buffer.cache.reset(new kvq_kv_cache(found.draft, *buffer.device));
     } else {
-        buffer.cache.reset(new kvq_kv_cache(found.draft, kvq_cpu_device()));
+        buffer.cache.reset(new kvq_kv_cache(found.draft, kvq_device_of(device_of(b), buffer)));
     }
     if (!ok || !buffer.cache->ok()) {
         return name + " of a client's KV cache cannot be allocated: lower -c there, and keep its warm-up on";

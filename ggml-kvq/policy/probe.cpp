@@ -201,7 +201,7 @@ void kvq_probe::clear() {
     pages.clear();
 }
 
-// ---------------------------------------------------------------- on the host
+// ---------------------------------------------------------------- behind attention
 
 void kvq_probe::observe(const kvq_attn & attn, int stream, uint64_t first, int n_threads) {
     if (attn.n_q < min_rows) { return; }
@@ -217,7 +217,9 @@ void kvq_probe::observe(const kvq_attn & attn, int stream, uint64_t first, int n
     const size_t n = open.size() * (size_t) page_cells;
     sums.assign(n * n_head, 0.0f);
     seen.assign(n * n_head, 0);
-    kvq_cpu_column_sums(a, rows.data(), (int) rows.size(), sums.data(), seen.data(), n_threads);
+    if (!device->scores()->column_sums(a, rows.data(), (int) rows.size(), sums.data(), seen.data(), n_threads)) {
+        return;
+    }
     std::vector<float> of_page((size_t) n_head * page_cells);
     for (size_t i = 0; i < open.size(); i++) {
         for (int h = 0; h < n_head; h++) {

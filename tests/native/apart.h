@@ -14,7 +14,7 @@
 class apart_device : public kvq_device, public kvq_transform_engine, public kvq_score_engine, public kvq_fetch_engine {
 public:
     struct {
-        int alloc, get, put, copy, late, flush, write, encode, decode, attend, turn, choose, pack, gather, far;
+        int alloc, get, put, copy, late, flush, write, encode, decode, attend, turn, score, choose, pack, gather, far;
     } n = {};
 
     ~apart_device() {
@@ -98,19 +98,9 @@ public:
         CHECK(!a.predicted, "a predicted layer is not refused");
         for (int i = 0; i < a.n; i++) {
             kvq_attn x = a.streams[i];
-            std::vector<kvq_page> pages(here(x.pages), here(x.pages) + x.n_pages);
-            for (kvq_page & p : pages) {
-                for (const void ** at : { &p.k_codes, &p.k_params, &p.v_codes, &p.v_params }) { *at = either(*at); }
-                p.map = here(p.map);
-            }
+            const std::vector<kvq_page> pages = all_here(here(x.pages), x.n_pages);
+            x = rows_here(x);
             x.pages = pages.data();
-            x.q = here(x.q);
-            x.mask = here(x.mask);
-            x.sinks = here(x.sinks);
-            x.dst = here(x.dst);
-            x.lse = here(x.lse);
-            x.positions = here(x.positions);
-            x.sealed = here(x.sealed);
             kvq_far far = {};
             if (x.far) {
                 far = *x.far;
@@ -149,6 +139,14 @@ public:
     void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) override {
         flush();
         cpu.transforms()->put_back(l, here(tile), all_here(&x, 1)[0]);
+    }
+    bool column_sums(
+        const kvq_attn & a, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads) override {
+        call(n.score);
+        const std::vector<kvq_page> pages = all_here(a.pages, a.n_pages);
+        kvq_attn x = rows_here(a);
+        x.pages = pages.data();
+        return cpu.scores()->column_sums(x, rows, n_rows, sums, seen, n_threads);
     }
     void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int count) override {
         call(n.choose);
@@ -194,15 +192,17 @@ public:
     }
     const char * refuse_far(const kvq_codec &, const kvq_codec &, int, int) const override { return nullptr; }
 
-private:
+protected:
     static constexpr uintptr_t APART = (uintptr_t) 1 << 47; // no address of a process is that high
 
+    template <typename T> static T * there(T * p) { return p ? (T *) ((uintptr_t) p + APART) : nullptr; }
+
+private:
     kvq_device & cpu = kvq_cpu_device();
     std::map<const void *, size_t> blocks;
     std::vector<std::function<void()>> waiting;
     void * packed[2] = {}; // maps and scores of the last call of pack
 
-    template <typename T> static T * there(T * p) { return p ? (T *) ((uintptr_t) p + APART) : nullptr; }
     template <typename T> static T * here(T * p) {
         CHECK(!p || (uintptr_t) p >= APART, "an address of the host is given to the device");
         return p ? (T *) ((uintptr_t) p - APART) : nullptr;
@@ -230,6 +230,24 @@ private:
         std::vector<T *> out(p, p + count);
         for (T *& x : out) { x = here(x); }
         return out;
+    }
+    static std::vector<kvq_page> all_here(const kvq_page * from, int count) {
+        std::vector<kvq_page> pages(from, from + count);
+        for (kvq_page & p : pages) {
+            for (const void ** at : { &p.k_codes, &p.k_params, &p.v_codes, &p.v_params }) { *at = either(*at); }
+            p.map = here(p.map);
+        }
+        return pages;
+    }
+    static kvq_attn rows_here(kvq_attn x) {
+        x.q = here(x.q);
+        x.mask = here(x.mask);
+        x.sinks = here(x.sinks);
+        x.dst = here(x.dst);
+        x.lse = here(x.lse);
+        x.positions = here(x.positions);
+        x.sealed = here(x.sealed);
+        return x;
     }
     static std::vector<kvq_row_transform> all_here(const kvq_row_transform * x, size_t count) {
         std::vector<kvq_row_transform> out(x, x + count);
