@@ -32,7 +32,7 @@ set_target_properties(ggml-graph PROPERTIES
     RUNTIME_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/examples BUILD_RPATH "${CMAKE_CURRENT_BINARY_DIR}/lib;${KVQ_STAGE}")
 add_test(NAME ggml-graph COMMAND ggml-graph)
 
-# The library on a device of a test: tests/test_apart_device.py
+# The library on a device of a test: tests/test_native.py
 add_library(ggml-kvq-apart MODULE EXCLUDE_FROM_ALL $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host>
     $<TARGET_OBJECTS:kvq-process> ${kvq_cuda_objects} ${CMAKE_CURRENT_SOURCE_DIR}/tests/native/linked/apart_engine.cpp)
 target_include_directories(ggml-kvq-apart SYSTEM PRIVATE ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src)

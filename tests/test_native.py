@@ -132,18 +132,18 @@ def test_the_ops_of_any_ggml_graph_without_llama_cpp(build_dir: Path) -> None:
 )
 def test_a_model_over_a_device_of_a_test(build_dir: Path, demo_model: Path, method: str) -> None:
     """The whole library over a device that is no CPU and no GPU (tests/native/apart.h): the same perplexity."""
-    runtimes = [
-        subprocess.run(["gcc", f"-print-file-name=lib{x}.so"], capture_output=True, text=True) for x in SANITIZERS
-    ]
+    cache = (build_dir / "CMakeCache.txt").read_text()
+    compiler = cache.split("CMAKE_CXX_COMPILER:")[1].split("=")[1].split("\n")[0]
+    asked = [[compiler, f"-print-file-name=lib{x}.so"] for x in SANITIZERS]
+    runtimes = [subprocess.run(x, check=True, capture_output=True, text=True).stdout.strip() for x in asked]
     name, _, options = method.partition(":")
+    env = {**os.environ, "KVQ_METHOD": name, "KVQ_OPTS": options, "KVQ_MODEL": str(demo_model)}
+    env |= {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": " ".join(runtimes), "CUDA_VISIBLE_DEVICES": ""}
+    text = ["-f", str(ROOT / "tests" / "data" / "walk.txt"), "-c", "512", "--chunks", "1", "-ub", "128"]
+    argv = [str(_paths.program("llama-perplexity")), "-m", str(demo_model), "-fa", "on", "-t", "1", *text]
     said = []
-    for backend, preload in ((_paths.backend(), ""), (build_dir / "tests" / "libggml-kvq-apart.so", runtimes)):
-        env = {**os.environ, "GGML_BACKEND_PATH": str(backend), "KVQ_METHOD": name, "KVQ_OPTS": options}
-        env |= {"KVQ_MODEL": str(demo_model), "ASAN_OPTIONS": "detect_leaks=0"}
-        if preload:
-            env["LD_PRELOAD"] = " ".join(x.stdout.strip() for x in runtimes)
-        text = ["-f", str(ROOT / "tests" / "data" / "walk.txt"), "-c", "512", "--chunks", "1", "-ub", "128"]
-        argv = [str(_paths.program("llama-perplexity")), "-m", str(demo_model), "-fa", "on", "-t", "1", *text]
+    for backend in ("lib/libggml-kvq.so", "tests/libggml-kvq-apart.so"):
+        env["GGML_BACKEND_PATH"] = str(build_dir / backend)
         said.append(run_until_said("PPL = ", [*argv, "-dev", "KVQ0"], env=env, timeout=120))
         assert said[-1].returncode == 0 and "runtime error" not in said[-1].stderr, said[-1].stderr[-3000:]
     cpu, apart = (re.findall(r"PPL = ([\d.]+)", x.stdout + x.stderr) for x in said)

@@ -62,7 +62,7 @@ static __device__ __forceinline__ int lattice_index(
     return index;
 }
 
-// Decoded row of a cell, f32; channels behind the head are 0.
+// Decoded row of a cell, f32, the Hadamard matrix undone: a lane has channels 32 i + lane. Those behind the head are 0.
 template <int N>
 static __device__ __forceinline__ void lattice_row(
     const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int cell, float (&x)[N]) {

@@ -130,7 +130,7 @@ static __device__ void fill_v_open(const uint16_t * tile, int stride, int head_s
     }
 }
 
-// lattice blocks, rotated back: a warp a cell
+// lattice blocks: a warp a cell
 template <int D, int THREADS>
 static __device__ __noinline__ void fill_lattice(const kvq_affine_geometry & g, const uint8_t * codes,
     const uint8_t * params, int t0, __half * to, int cell_step, int channel_step) {

@@ -153,12 +153,10 @@ public:
     // n_frames pages from `first` on. Zeros where either is missing.
     virtual void gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps,
         const uint16_t * const * frames, int first, int n_frames) = 0;
-    // As kvq_column_sums of ggml-kvq.h. a, its pages, rows, sums and seen are the host's memory, what a and the pages
-    // point at is the engine's. False: this engine scores cells while it attends.
-    virtual bool column_sums(const kvq_attn & /* a */, const int32_t * /* rows */, int /* n_rows */, float * /* sums */,
-        int32_t * /* seen */, int /* n_threads */) {
-        return false;
-    }
+    // As kvq_column_sums of ggml-kvq.h, behind attend. a: as attend was given it, but a.pages is a list of the host's.
+    // rows, sums and seen: the host's memory. False: this engine wrote the scores while it attended.
+    virtual bool column_sums(
+        const kvq_attn & a, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads) = 0;
 
 protected:
     ~kvq_score_engine() {}

@@ -138,6 +138,7 @@ struct step_maker {
         case GGML_OP_FLASH_ATTN_EXT:
             step.why_not = other_heads(node, t);
             step.parts.push_back({ kvq_step::ATTEND, i, i + 1, node, t });
+            step.n_rows = std::max(step.n_rows, node->src[0]->ne[1] * node->src[0]->ne[3]);
             break;
         case GGML_OP_CPY:
         case GGML_OP_ROPE: step.parts.push_back({ kvq_step::SHIFT, i, i + 1, node, t }); break;

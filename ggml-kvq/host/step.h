@@ -5,9 +5,9 @@
 
 #include "backend.h"
 
-// Rows of a step that is computed again and again. Longer ones are prompts: ggml-cuda would make a CUDA graph of each
-// part the second time, which takes as long as the prompt's next 512 tokens, and few parts come a third time.
-constexpr int64_t KVQ_RECORDED_ROWS = 64;
+// Most tokens of a step that may be computed again and again, for many sequences. Longer ones are prompts: ggml-cuda
+// would make a CUDA graph of each part the second time, and few parts come often enough to pay for that.
+constexpr int64_t KVQ_RECORDED_ROWS = 256;
 
 struct kvq_step {
     kvq_step() = default;
@@ -37,7 +37,7 @@ struct kvq_step {
     std::vector<ggml_tensor> copies;
     std::vector<kvq_kv_cache *> caches;              // that it touches
     std::vector<std::vector<kvq_kv_layer *>> layers; // of each of them, in the graph's order
-    int64_t n_rows = 0;                              // that it brings to a layer
+    int64_t n_rows = 0;                              // tokens
     std::string why_not;                             // a node that we cannot compute; "": none
 };
 

@@ -1,8 +1,6 @@
 #include "probe.h"
 #include "kind.h"
 
-#include "engine/host.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -4,8 +4,8 @@
 // smallest hash of their cell. A call of fewer than 32 takes tokens whose cell, modulo the page, is within the last
 // s/2, and tokens whose hash is below s/2, the same in all layers, so that most steps have no probe row at all: over a
 // page of generated tokens these are the same two kinds. Only open pages have sums: what is sealed stays as it is.
-// The sums lie where the engine computes. On a device that is not the host, which tokens and pages count goes there in
-// a table; what is chosen by them is chosen there.
+// The sums lie where the engine computes, and what is chosen by them is chosen there. An engine that scores while it
+// attends is told in a table which tokens and pages count.
 //
 //   part probe   share: of query rows that are probes, 0..1; normalise: 1, as the formula, 0: sums alone;
 //                min_rows: calls of fewer query rows are not observed (1)
@@ -31,12 +31,12 @@ public:
     bool asks(int n_rows) const { return active() && n_rows >= min_rows; } // of a call of as many
     int n_salient() const { return n_hi; }
 
-    // After attention on the host: adds what the probe rows of this call gave to the open pages among attn.pages, which
+    // Behind attention: adds what the probe rows of this call gave to the open pages among attn.pages, which
     // start at page 0 of the stream.
     void observe(const kvq_attn & attn, int stream, uint64_t at, int n_threads);
-    // The same on a device, in two steps. prepare: the table of a stream for a call of n_q rows whose first is in
-    // cell `at`, spans being those of the stream on the host; returns how many rows are probes. The device then runs
-    // its kernel over the table. moved: set when the table lies elsewhere now
+    // The same of an engine that scores while it attends, in two steps. prepare: the table of a stream for a call of
+    // n_q rows whose first is in cell `at`, spans being those of the stream on the host; returns how many rows are
+    // probes. The engine then runs its kernel over the table. moved: set when the table lies elsewhere now
     int prepare(const kvq_page * spans, int n_spans, int stream, int n_q, uint64_t at, bool * moved = nullptr);
     bool sees(int n_q, uint64_t at) const;             // some rows of such a call are probes
     bool reserve(int stream, int n_rows, int n_pages); // makes room in the table; true: it lies elsewhere now

@@ -191,15 +191,16 @@ def exact(facts: memory.Model, want: Context, chosen: Fit) -> int:
     return memory.need(facts, plan, n_ctx, n_stream=want.n_stream, n_ubatch=want.n_ubatch).cache
 
 
-def refuse_too_few(facts: memory.Model, opts: str, words: str, pairs: str) -> None:
-    """BudgetError for bits that method auto cannot do with on these layers, counted as its cache counts them.
-    words: what asked for them; pairs: how pairs=none is written there.
+def refuse_bits_below_least(facts: memory.Model, opts: str, asked_by: str, pairs_cure: str) -> None:
+    """BudgetError when method auto cannot do with so few bits on these layers, counted as its cache counts them, of
+    the smallest context. asked_by: the flag or argument; pairs_cure: how pairs=none is written there. Other errors of
+    these options are left to whoever makes the cache.
     """
     try:
         memory.planner(METHOD, with_means(opts), facts.n_layer)(facts.full or facts.windowed, memory.STEP, 1)
     except MethodError as e:
         if "bits are not possible" in str(e):
-            raise BudgetError(f"{words}: {e}".replace(PAIRS, pairs)) from e
+            raise BudgetError(f"{asked_by}: {e}".replace(PAIRS, pairs_cure)) from e
 
 
 def beyond(facts: memory.Model, opts: str, bits: float) -> float:

@@ -193,7 +193,7 @@ public:
     const char * refuse_far(const kvq_codec &, const kvq_codec &, int, int) const override { return nullptr; }
 
 protected:
-    static constexpr uintptr_t APART = (uintptr_t) 1 << 47; // no address of a process is that high
+    static constexpr uintptr_t APART = (uintptr_t) 1 << 53; // no address of a process is that high
 
     template <typename T> static T * there(T * p) { return p ? (T *) ((uintptr_t) p + APART) : nullptr; }
 

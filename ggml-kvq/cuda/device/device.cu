@@ -318,8 +318,8 @@ void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t 
         if (pos) {
             kvq_seal_positions at;
             memcpy(at.pos, pos + i, part * sizeof(pos[0]));
-            kvq_launch_rows_at(arg, at, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(),
-                from, row_stride, (cudaStream_t) stream);
+            kvq_launch_rows_with_positions(arg, at, part, l.n_head, l.codec.head_size,
+                (size_t) l.page_cells * l.head_stride(), from, row_stride, (cudaStream_t) stream);
         } else {
             kvq_launch_rows(arg, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(), from,
                 row_stride, (cudaStream_t) stream);

@@ -131,6 +131,7 @@ public:
     kvq_transform_engine * transforms() override { return this; }
     kvq_chain_engine * chains() override { return this; }
     kvq_score_engine * scores() override { return this; }
+    bool column_sums(const kvq_attn &, const int32_t *, int, float *, int32_t *, int) override { return false; }
     kvq_fetch_engine * fetches() override { return this; }
     size_t bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     // What the decode kernel of these pages takes on this device: its name's part, warps and shared memory of a

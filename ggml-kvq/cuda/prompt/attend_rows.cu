@@ -46,7 +46,7 @@ static __global__ void seen_cells_kernel(
     r.seen_cells[(size_t) blockIdx.y * a.n_kv + cell] = all ? 1 : any ? 2 : 0;
 }
 
-// a warp a tile
+// A warp a tile; blockIdx.z: block of query rows. 0: its cells are seen by no row, 1: by all, 2: the mask is read.
 static __global__ void seen_tiles_kernel(
     const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
     const int tile = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, kvh = blockIdx.y;

@@ -22,7 +22,7 @@ static __global__ void rows_kernel(
 }
 
 // rows that carry their positions
-static __global__ void rows_at_kernel(const __grid_constant__ kvq_seal_rows to,
+static __global__ void rows_with_positions_kernel(const __grid_constant__ kvq_seal_rows to,
     const __grid_constant__ kvq_seal_positions at, int head_size, size_t head_stride, const float * rows,
     size_t row_stride, int width) {
     early_wait();
@@ -86,11 +86,11 @@ void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size,
         row_stride, width);
 }
 
-void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head, int head_size,
-    size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream) {
+void kvq_launch_rows_with_positions(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head,
+    int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream) {
     const int width = n_head * head_size;
-    kvq_launch_early(rows_at_kernel, dim3(n, (width + 1023) / 1024), 256, 0, stream, to, at, head_size, head_stride,
-        rows, row_stride, width);
+    kvq_launch_early(rows_with_positions_kernel, dim3(n, (width + 1023) / 1024), 256, 0, stream, to, at, head_size,
+        head_stride, rows, row_stride, width);
 }
 
 // ---------------------------------------------------------------- encode

@@ -85,8 +85,8 @@ void kvq_launch_take_coords(const kvq_coord_args & a, int n, cudaStream_t stream
 void kvq_launch_turn(const kvq_turn_args & a, int n, int n_head, bool back, cudaStream_t stream);
 void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows,
     size_t row_stride, cudaStream_t stream);
-void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head, int head_size,
-    size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
+void kvq_launch_rows_with_positions(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head,
+    int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
 void kvq_launch_row_table(const kvq_row_table & table, cudaStream_t stream);
 void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream);
 // follows: the kernel before it is one of these, and this one reads no byte that it writes

@@ -282,7 +282,7 @@ class Asked:
         if self.room is None:
             if facts:
                 with_bits = ",".join(filter(None, (opts, f"bits={bits:g}")))
-                budget.refuse_too_few(facts, with_bits, f"kv_bits={bits:g}", "pass kv_opts='pairs=none'")
+                budget.refuse_bits_below_least(facts, with_bits, f"kv_bits={bits:g}", "pass kv_opts='pairs=none'")
             return f"bits={bits:g}"
         if facts is None:
             raise MethodError(f"{self.model} describes no attention layers; kv_budget has nothing to divide")

@@ -68,7 +68,9 @@ class Evaluation:
                 data = cache.config_file or default_means.there(self.model_path) or resolver.OFF
                 options, _ = resolver.planned(methods.library, cache.method, cache.options, data, self.header)
                 words = f"cache {cache.text!r}"
-                budget.refuse_too_few(facts, options, words, f"write {cache.spec.partition('@')[0]},pairs=none")
+                budget.refuse_bits_below_least(
+                    facts, options, words, f"write {cache.spec.partition('@')[0]},pairs=none"
+                )
 
     # ------------------------------------------------------------ shared parts
 

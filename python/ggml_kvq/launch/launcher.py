@@ -226,7 +226,7 @@ def _one_number(program: str, user: User, flags: Flags, model: str, opts: str) -
             if facts and bits:
                 asked = f"--kv-bits {bits:g}"
                 with_bits = ",".join(filter(None, (opts, f"bits={bits:g}")))
-                budget.refuse_too_few(facts, with_bits, asked, "write --kv-opt pairs=none")
+                budget.refuse_bits_below_least(facts, with_bits, asked, "write --kv-opt pairs=none")
             top = budget.beyond(facts, opts, bits) if facts and bits else 0.0
             end = f"auto ends at {top:.2g} bits; for more: --kv-method kivi --kv-opt bits=4, or --kv-method f16"
             return _Number(f"bits={bits:g}", flags.rest, [end] if top else [])
