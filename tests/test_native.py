@@ -131,7 +131,9 @@ def test_the_ops_of_any_ggml_graph_without_llama_cpp(build_dir: Path) -> None:
     + ["specache", "specache:top=16,fetch=ahead,kept=64"],
 )
 def test_a_model_over_a_device_of_a_test(build_dir: Path, demo_model: Path, method: str) -> None:
-    """The whole library over a device that is no CPU and no GPU (tests/native/apart.h): the same perplexity."""
+    """The whole library over a device that is no CPU and no GPU (tests/native/apart.h): the same perplexity, four
+    windows at once.
+    """
     cache = (build_dir / "CMakeCache.txt").read_text()
     compiler = cache.split("CMAKE_CXX_COMPILER:")[1].split("=")[1].split("\n")[0]
     asked = [[compiler, f"-print-file-name=lib{x}.so"] for x in SANITIZERS]
@@ -139,7 +141,7 @@ def test_a_model_over_a_device_of_a_test(build_dir: Path, demo_model: Path, meth
     name, _, options = method.partition(":")
     env = {**os.environ, "KVQ_METHOD": name, "KVQ_OPTS": options, "KVQ_MODEL": str(demo_model)}
     env |= {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": " ".join(runtimes), "CUDA_VISIBLE_DEVICES": ""}
-    text = ["-f", str(ROOT / "tests" / "data" / "walk.txt"), "-c", "512", "--chunks", "1", "-ub", "128"]
+    text = ["-f", str(ROOT / "tests" / "data" / "walk.txt"), "-c", "512", "--chunks", "4", "-ub", "128"]
     argv = [str(_paths.program("llama-perplexity")), "-m", str(demo_model), "-fa", "on", "-t", "1", *text]
     said = []
     for backend in ("lib/libggml-kvq.so", "tests/libggml-kvq-apart.so"):

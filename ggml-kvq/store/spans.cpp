@@ -55,12 +55,32 @@ void kvq_span_table::init(int n_stream, int n, int page_cells) {
     v_state.assign(spans.size(), KVQ_PAGE_EMPTY);
     changed0 = 0;
     changed1 = spans.size();
+    all_listed = false;
     for (size_t i = 0; i < spans.size(); i++) { spans[i].cell = (int) (i % n) * page_cells; }
 }
 
 void kvq_span_table::changed(size_t at) {
     changed0 = changed0 < changed1 ? std::min(changed0, at) : at;
     changed1 = std::max(changed1, at + 1);
+    if (listed.size() < MOST_LISTED) {
+        listed.push_back(at);
+    } else {
+        all_listed = false;
+    }
+}
+
+// those that changed, to a copy that is not packed
+void kvq_span_table::send() {
+    std::sort(listed.begin(), listed.end());
+    listed.erase(std::unique(listed.begin(), listed.end()), listed.end());
+    if (!all_listed || 2 * listed.size() > changed1 - changed0) {
+        device->put_pages(copy + changed0, spans.data() + changed0, changed1 - changed0);
+        return;
+    }
+    for (size_t i = 0, n; i < listed.size(); i += n) { // neighbours together
+        for (n = 1; i + n < listed.size() && listed[i + n] == listed[i] + n; n++) {}
+        device->put_pages(copy + listed[i], spans.data() + listed[i], n);
+    }
 }
 
 int kvq_span_table::n_used() const {
@@ -84,6 +104,7 @@ const kvq_page * kvq_span_table::on(kvq_device & d) {
         }
         changed0 = 0;
         changed1 = n_copy;
+        all_listed = false;
     }
     for (size_t s = changed0 / (size_t) n_pages;
         packed && changed0 < changed1 && s <= (changed1 - 1) / (size_t) n_pages; s++) {
@@ -96,10 +117,9 @@ const kvq_page * kvq_span_table::on(kvq_device & d) {
         n_packed[s] = n;
         if (!list.empty()) { d.put_pages(copy + s * n_pages, list.data(), list.size()); }
     }
-    if (packed) { changed0 = changed1 = 0; }
-    if (changed0 < changed1) {
-        d.put_pages(copy + changed0, spans.data() + changed0, changed1 - changed0);
-        changed0 = changed1 = 0;
-    }
+    if (!packed && changed0 < changed1) { send(); }
+    changed0 = changed1 = 0;
+    listed.clear();
+    all_listed = true;
     return copy;
 }

@@ -35,9 +35,8 @@ struct kvq_span_table {
     int n_pages = 0;
     std::vector<kvq_page> spans;
     std::vector<uint8_t> k_state, v_state;
-    size_t changed0 = 0, changed1 = 0; // spans [changed0, changed1) differ from the device's copy
-    bool packed = false;               // the device's copy of a stream has only spans that hold something, in front
-    int n_recorded = 0;                // spans that a recorded step reads of a packed copy
+    bool packed = false; // the device's copy of a stream has only spans that hold something, in front
+    int n_recorded = 0;  // spans that a recorded step reads of a packed copy
 
     kvq_span_table() {}
     ~kvq_span_table();
@@ -52,4 +51,11 @@ private:
     kvq_page * copy = nullptr;
     size_t n_copy = 0;
     std::vector<int> n_packed; // by stream
+    // Spans that differ from the device's copy lie in [changed0, changed1). Few are listed: pages that all sequences
+    // open in one step lie far apart, and a copy of all between them would wait for the device.
+    static constexpr size_t MOST_LISTED = 1024;
+    size_t changed0 = 0, changed1 = 0;
+    std::vector<size_t> listed;
+    bool all_listed = true;
+    void send();
 };

@@ -96,22 +96,25 @@ public:
     void attend(const kvq_attention_call & a) override {
         call(n.attend);
         CHECK(!a.predicted, "a predicted layer is not refused");
-        for (int i = 0; i < a.n; i++) {
-            kvq_attn x = a.streams[i];
-            const std::vector<kvq_page> pages = all_here(here(x.pages), x.n_pages);
+        const size_t count = (size_t) a.n;
+        std::vector<kvq_attn> own(a.streams, a.streams + count);
+        std::vector<std::vector<kvq_page>> pages(count);
+        std::vector<kvq_far> far(count);
+        for (size_t i = 0; i < count; i++) {
+            kvq_attn & x = own[i];
+            pages[i] = all_here(here(x.pages), x.n_pages);
             x = rows_here(x);
-            x.pages = pages.data();
-            kvq_far far = {};
+            x.pages = pages[i].data();
             if (x.far) {
-                far = *x.far;
-                far.k_rows = here(far.k_rows);
-                far.v_rows = here(far.v_rows);
-                far.kept = here(far.kept);
-                far.counts = here(far.counts);
-                x.far = &far;
+                far[i] = *x.far;
+                far[i].k_rows = here(far[i].k_rows);
+                far[i].v_rows = here(far[i].v_rows);
+                far[i].kept = here(far[i].kept);
+                far[i].counts = here(far[i].counts);
+                x.far = &far[i];
             }
-            cpu.attend({ &x, 1, a.k, a.v, nullptr, a.n_threads });
         }
+        cpu.attend({ own.data(), a.n, a.k, a.v, nullptr, a.n_threads });
     }
     const char * slow_reading(int, const kvq_lane_layout &, const kvq_lane_layout &) const override { return nullptr; }
     size_t bytes_workspace(const kvq_lane_layout &, const kvq_lane_layout &) const override { return 0; }

@@ -17,10 +17,9 @@ public:
         apart_device::write_rows(l, count, to, there(rows), row_stride, pos, n_threads);
     }
     void attend(const kvq_attention_call & a) override {
-        for (int i = 0; i < a.n; i++) {
-            const kvq_attn x = of_graph(a.streams[i]);
-            apart_device::attend({ &x, 1, a.k, a.v, a.predicted, a.n_threads });
-        }
+        std::vector<kvq_attn> all(a.streams, a.streams + a.n);
+        for (kvq_attn & x : all) { x = of_graph(x); }
+        apart_device::attend({ all.data(), a.n, a.k, a.v, a.predicted, a.n_threads });
     }
     bool column_sums(
         const kvq_attn & a, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads) override {
