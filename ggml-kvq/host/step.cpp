@@ -199,5 +199,7 @@ kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph) {
     m.others_until(n);
     kvq_leave_turns_out(graph, m.step);
     if (b.inner && m.step.why_not.empty()) { m.step.why_not = turned_elsewhere(m.step); }
+    // a part between caches ends in what the next one reads: a row for each token
+    if (m.step.caches.empty() && n) { m.step.n_rows = ggml_graph_node(graph, n - 1)->ne[1]; }
     return std::move(m.step);
 }

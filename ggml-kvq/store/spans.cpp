@@ -53,33 +53,36 @@ void kvq_span_table::init(int n_stream, int n, int page_cells) {
     spans.assign((size_t) n_stream * n, kvq_page{});
     k_state.assign(spans.size(), KVQ_PAGE_EMPTY);
     v_state.assign(spans.size(), KVQ_PAGE_EMPTY);
-    changed0 = 0;
-    changed1 = spans.size();
-    all_listed = false;
+    all_changed = true;
     for (size_t i = 0; i < spans.size(); i++) { spans[i].cell = (int) (i % n) * page_cells; }
 }
 
 void kvq_span_table::changed(size_t at) {
-    changed0 = changed0 < changed1 ? std::min(changed0, at) : at;
-    changed1 = std::max(changed1, at + 1);
-    if (listed.size() < MOST_LISTED) {
-        listed.push_back(at);
-    } else {
-        all_listed = false;
+    all_changed = all_changed || listed.size() == MOST_LISTED;
+    if (!all_changed) { listed.push_back(at); }
+}
+
+void kvq_span_table::send() {
+    if (all_changed) { device->put_pages(copy, spans.data(), n_copy); }
+    for (size_t i = 0, n; !all_changed && i < listed.size(); i += n) { // neighbours together
+        for (n = 1; i + n < listed.size() && listed[i + n] == listed[i] + n; n++) {}
+        device->put_pages(copy + listed[i], spans.data() + listed[i], n);
     }
 }
 
-// those that changed, to a copy that is not packed
-void kvq_span_table::send() {
-    std::sort(listed.begin(), listed.end());
-    listed.erase(std::unique(listed.begin(), listed.end()), listed.end());
-    if (!all_listed || 2 * listed.size() > changed1 - changed0) {
-        device->put_pages(copy + changed0, spans.data() + changed0, changed1 - changed0);
-        return;
-    }
-    for (size_t i = 0, n; i < listed.size(); i += n) { // neighbours together
-        for (n = 1; i + n < listed.size() && listed[i + n] == listed[i] + n; n++) {}
-        device->put_pages(copy + listed[i], spans.data() + listed[i], n);
+void kvq_span_table::send_packed() {
+    const size_t n_stream = spans.size() / (size_t) n_pages;
+    n_packed.resize(n_stream, 0);
+    for (size_t s = 0; s < n_stream; s++) {
+        const auto first = std::lower_bound(listed.begin(), listed.end(), s * (size_t) n_pages);
+        if (!all_changed && (first == listed.end() || *first >= (s + 1) * (size_t) n_pages)) { continue; }
+        std::vector<kvq_page> list;
+        std::copy_if(spans.begin() + (long) s * n_pages, spans.begin() + (long) (s + 1) * n_pages,
+            std::back_inserter(list), [](const kvq_page & p) { return p.n_slots; });
+        const int n = (int) list.size();
+        list.resize((size_t) std::max(n, n_packed[s])); // what was there before becomes empty
+        n_packed[s] = n;
+        if (!list.empty()) { device->put_pages(copy + s * (size_t) n_pages, list.data(), list.size()); }
     }
 }
 
@@ -102,24 +105,17 @@ const kvq_page * kvq_span_table::on(kvq_device & d) {
             n_copy = 0;
             throw std::bad_alloc();
         }
-        changed0 = 0;
-        changed1 = n_copy;
-        all_listed = false;
+        all_changed = true;
     }
-    for (size_t s = changed0 / (size_t) n_pages;
-        packed && changed0 < changed1 && s <= (changed1 - 1) / (size_t) n_pages; s++) {
-        n_packed.resize(spans.size() / (size_t) n_pages, 0);
-        std::vector<kvq_page> list;
-        std::copy_if(spans.begin() + (long) s * n_pages, spans.begin() + (long) (s + 1) * n_pages,
-            std::back_inserter(list), [](const kvq_page & p) { return p.n_slots; });
-        const int n = (int) list.size();
-        list.resize((size_t) std::max(n, n_packed[s])); // what was there before becomes empty
-        n_packed[s] = n;
-        if (!list.empty()) { d.put_pages(copy + s * n_pages, list.data(), list.size()); }
+    if (!all_changed && listed.empty()) { return copy; }
+    std::sort(listed.begin(), listed.end());
+    listed.erase(std::unique(listed.begin(), listed.end()), listed.end());
+    if (packed) {
+        send_packed();
+    } else {
+        send();
     }
-    if (!packed && changed0 < changed1) { send(); }
-    changed0 = changed1 = 0;
     listed.clear();
-    all_listed = true;
+    all_changed = false;
     return copy;
 }

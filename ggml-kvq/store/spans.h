@@ -51,11 +51,11 @@ private:
     kvq_page * copy = nullptr;
     size_t n_copy = 0;
     std::vector<int> n_packed; // by stream
-    // Spans that differ from the device's copy lie in [changed0, changed1). Few are listed: pages that all sequences
-    // open in one step lie far apart, and a copy of all between them would wait for the device.
+    // Spans that differ from the device's copy, each by itself: pages that all sequences open in one step lie far
+    // apart, and a copy of all between them would wait for the device. More than so many: all. A host has no copy.
     static constexpr size_t MOST_LISTED = 1024;
-    size_t changed0 = 0, changed1 = 0;
     std::vector<size_t> listed;
-    bool all_listed = true;
+    bool all_changed = true;
     void send();
+    void send_packed();
 };

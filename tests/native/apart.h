@@ -199,6 +199,14 @@ protected:
     static constexpr uintptr_t APART = (uintptr_t) 1 << 53; // no address of a process is that high
 
     template <typename T> static T * there(T * p) { return p ? (T *) ((uintptr_t) p + APART) : nullptr; }
+    // of a call of attention, but for its pages and positions
+    template <typename F> static void each_row_pointer(kvq_attn & x, const F & f) {
+        x.q = f(x.q);
+        x.mask = f(x.mask);
+        x.sinks = f(x.sinks);
+        x.dst = f(x.dst);
+        x.lse = f(x.lse);
+    }
 
 private:
     kvq_device & cpu = kvq_cpu_device();
@@ -243,11 +251,7 @@ private:
         return pages;
     }
     static kvq_attn rows_here(kvq_attn x) {
-        x.q = here(x.q);
-        x.mask = here(x.mask);
-        x.sinks = here(x.sinks);
-        x.dst = here(x.dst);
-        x.lse = here(x.lse);
+        each_row_pointer(x, [](auto * p) { return here(p); });
         x.positions = here(x.positions);
         x.sealed = here(x.sealed);
         return x;

@@ -300,9 +300,8 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     if (!b.steps) { b.steps = new kvq_cuda_steps; }
     kvq_cuda_step & s = b.steps->of(b, graph);
     b.steps->now = &s;
-    if (s.of_others) { // its last node has a row for each token
-        const bool is_short = !graph->n_nodes || graph->nodes[graph->n_nodes - 1]->ne[1] <= KVQ_RECORDED_ROWS;
-        kvq_cuda_inner_graph(b.inner, graph, is_short);
+    if (s.of_others) {
+        kvq_cuda_inner_graph(b.inner, graph, s.step.n_rows <= KVQ_RECORDED_ROWS);
         return b.inner->iface.graph_compute(b.inner, graph);
     }
     const bool has_memory = b.steps->begins_pass(s) ? kvq_has_sealed(b, s.step.caches) : kvq_has_memory(s.step.caches);

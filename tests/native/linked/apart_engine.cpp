@@ -28,11 +28,7 @@ public:
 
 private:
     static kvq_attn of_graph(kvq_attn x) {
-        x.q = there(x.q);
-        x.mask = there(x.mask);
-        x.sinks = there(x.sinks);
-        x.dst = there(x.dst);
-        x.lse = there(x.lse);
+        each_row_pointer(x, [](auto * p) { return there(p); });
         return x;
     }
 };
