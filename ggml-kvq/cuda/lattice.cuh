@@ -4,6 +4,9 @@
 #include "common.cuh"
 
 constexpr int LATTICE_MAX_CELLS = 256, LATTICE_MAX_VALUES = 2048; // values: of a grid
+// Behind the points of a grid of two channels, in floats from the first one on: both coordinates of each point as two
+// bytes with sign; of 16 points the first coordinates and then the second ones, KVQ_POINT_MIDDLE more.
+constexpr int KVQ_GRID_BYTES = 1024, KVQ_POINT_BYTES = 1536, KVQ_POINT_MIDDLE = 64;
 
 // Butterflies in order of growing distance, then the norm: the operations of kvq_hadamard.
 template <int N> static __device__ __forceinline__ void warp_hadamard(const kvq_affine_geometry & g, float (&x)[N]) {

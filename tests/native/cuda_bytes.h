@@ -3,7 +3,7 @@
 
 #include "cuda_attention.h"
 
-// Split keys, and lattices of other bits than 2, up to 4 rows: cuda/walk/decode_bytes_tables.cuh.
+// Split keys, and lattices of other bits than 2: cuda/walk/decode_bytes_tables.cuh.
 template <typename F> static void tables_in_bytes(bool quick, F && attention) {
     const struct {
         int fast, slow, v;
@@ -32,6 +32,10 @@ template <typename F> static void tables_in_bytes(bool quick, F && attention) {
                 c.stayed = true;
             }
             attention(c, i % 3 == 1, i % 6 == 1, page);
+            if (i / 2 % 2) { continue; }
+            c.gqa = 5 + (i + i / n) % 4; // more than 4 rows, up to 24
+            c.n_q = 1 + i / 4 % 3;
+            attention(c, i % 3 == 2, i % 6 == 2, page);
         }
     }
 }

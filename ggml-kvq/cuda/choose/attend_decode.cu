@@ -32,6 +32,8 @@ static const kernels FINE = { kvq_launch_decode_fine_64, kvq_launch_decode_fine_
 static const kernels IN_BYTES = { kvq_launch_decode_bytes_64, kvq_launch_decode_bytes_128,
     kvq_launch_decode_bytes_wide };
 static const kernels IN_BYTES_TABLES = { kvq_launch_bytes_tables_64, kvq_launch_bytes_tables_128, nullptr };
+static const kernels IN_BYTES_TABLES_ROWS = { kvq_launch_bytes_tables_rows_64, kvq_launch_bytes_tables_rows_128,
+    nullptr };
 static const kernels IN_BYTES_ROWS = { kvq_launch_bytes_rows_64, kvq_launch_bytes_rows_128,
     kvq_launch_bytes_rows_wide };
 static const kernels LATTICES = { kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128,
@@ -77,7 +79,7 @@ static bool is_short_means_pair(const kvq_attend_args & a) { return false KVQ_SH
 static bool is_bytes_pair(const kvq_attend_args & a) {
     if (is_tabled(a)) {
         const bool split = false KVQ_BYTES_SPLIT_BITS(KVQ_TRIPLE), whole = false KVQ_BYTES_TABLE_BITS(KVQ_PAIR);
-        return a.n_rows <= COLUMNS / 2 && !a.wide && !a.part && (a.k.split ? split : whole);
+        return !a.wide && !a.part && (a.k.split ? split : whole);
     }
     if (a.n_rows > COLUMNS / 2) { return false KVQ_BYTES_ROWS_BITS(KVQ_PAIR); }
     if (a.wide) { return false KVQ_WIDE_BYTES_BITS(KVQ_PAIR); }
@@ -102,13 +104,13 @@ static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
         : a.part == 2                ? VALUES
         : a.part == 1                ? (a.k.split ? LOGITS_SPLIT : LOGITS)
         : a.k.split && is_short      ? SHORT_SPLIT
+        : a.fine == BYTES_ROWS       ? (is_tabled(a) ? IN_BYTES_TABLES_ROWS : IN_BYTES_ROWS)
         : a.k.split                  ? (a.fine == BYTES ? IN_BYTES_TABLES : SPLIT)
         : a.k.type == KVQ_TYPE_MIXED ? (is_short ? SHORT_MIXED : MIXED)
         : is_short                   ? (a.waves          ? SHORT_MEANS
                                                : lattice ? SHORT_LATTICE
                                                          : SHORT)
         : a.fine == BYTES            ? (is_tabled(a) ? IN_BYTES_TABLES : IN_BYTES)
-        : a.fine == BYTES_ROWS       ? IN_BYTES_ROWS
         : a.waves                    ? MEANS
         : lattice                    ? LATTICES
         : a.fine                     ? FINE

@@ -149,6 +149,11 @@ kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
                 const kvq_grid * grid = kvq_grid_find(d, bits);
                 for (int j = 0; grid && j < grid->n * d; j++) {
                     all[(size_t) (i + j)] = (float) (grid->point[j] * grid->step) * (1.0f / 4096.0f);
+                    if (d == 2) {
+                        ((int8_t *) &all[(size_t) (i + KVQ_GRID_BYTES)])[j] = grid->point[j];
+                        ((int8_t *) &all[(size_t) (i + KVQ_POINT_BYTES)])[j % 2 * 16 + j / 2 % 16] =
+                            (int8_t) (KVQ_POINT_MIDDLE + grid->point[j]);
+                    }
                 }
             }
         }

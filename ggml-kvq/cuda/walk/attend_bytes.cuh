@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
     typedef bytes_slice<D, MEANS, WIDE> slice;
     typedef decode_sums<D, bytes_warps<WIDE>> sums_type;
     constexpr bool TABLES = is_tabled<KB, VB>; // of a lattice
-    static_assert((E == 1 || !AHEAD) && !(TABLES && (E == 2 || AHEAD || WIDE)));
+    static_assert((E == 1 || !AHEAD) && !(TABLES && (AHEAD || WIDE)));
     constexpr int S = D / 16;
     // POINTS: pages may have 32 cells, so that a unit is of two; what is sealed is rotated
     constexpr bool POINTS = KB > LATTICE, LEAN = is_lean<MEANS, WIDE>;
@@ -136,12 +136,16 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
     };
     uint16_t * const waves = (uint16_t *) (of_rows + DECODE_COLUMNS * means_step<D, WIDE>(a));
     if (first_unit >= 0) { copy_pages(0, first_unit); }
-    if constexpr (MEANS) { // the first unit does not wait for them
+    if constexpr (POINTS) { copy_tables<KB, VB>(a, shared_points); }
+    float * const rows_room = MEANS ? (float *) ((uint8_t *) waves + nb_waves<D, E>(a)) : of_rows;
+    head_data data = {};
+    if constexpr (MEANS) {
+        data = data_of(a, of, kvh);
+        if constexpr (!WIDE) { data = copy_data<D>(data, rows_room + bytes_of_rows<D>(a) / 4); }
         copies_part();
-        copy_waves<D, E>(a, of, waves);
+        copy_waves<D, E>(a, of, waves); // the first unit does not wait for them
         copies_part();
     }
-    if constexpr (POINTS) { share_tables<KB, VB>(a, shared_points); }
     if (warp < of.n) { // codes of whole channels, or of vectors of two
         lanes[threadIdx.x] = unit_lane<D, KB, VB>(a, of, kvh);
     }
@@ -256,21 +260,22 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
             if (picks) { // they read rows as they come
                 __syncthreads();
             } else if constexpr (POINTS) {
-                if constexpr (MEANS) { copies_part(); }
-                share_all_queries<D, KB, MEANS, !MEANS && !WIDE, E == 1 ? 2 : 1>(
-                    a, of, warp, kvh, E == 1 ? 2 * n_rows : n_rows, queries, of_rows, row_of);
-                if constexpr (MEANS) { first_copies_done(); }
+                const float2 * turn = nullptr;
+                if constexpr (MEANS) {
+                    copies_part();
+                    first_copies_done(); // data, waves
+                    if constexpr (E == 1) { turn = (const float2 *) turn_of_32<D>(a, of, waves); }
+                    if (WIDE || !bytes_of_rows<D>(a)) { __syncthreads(); } // else where rows are copied
+                }
+                share_all_queries<D, KB, MEANS, !WIDE, E == 1 ? 2 : 1>(
+                    a, of, warp, data, E == 1 ? 2 * n_rows : n_rows, queries, rows_room, of_rows, turn, row_of);
                 __syncthreads();
                 if constexpr (E == 1) {
-                    quantise_unit<D, KB, VB>({ q.at + of.n * S * 32 }, bytes);
+                    quantise_unit<D, KB, VB, 1>({ q.at + of.n * S * 32 }, bytes);
                 } else {
                     if (warp < of.n) {
-                        share_bytes<D>(queries + (of.n + of.i) * S * 32, byte_rows + DECODE_COLUMNS * of.i);
+                        share_bytes<D, KB, VB>(queries + (of.n + of.i) * S * 32, byte_rows + DECODE_COLUMNS * of.i);
                     }
-                    __syncthreads();
-                }
-                if constexpr (MEANS && E == 1) {
-                    turn_odd_columns<D>(a, of, waves, of_rows);
                     __syncthreads();
                 }
             } else {
@@ -327,11 +332,11 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
             if (now & 1) {
                 if constexpr (POINTS) {
                     if constexpr (E == 1) {
-                        score_unit<D, KB, VB>(shared_points, bytes, stage, s);
+                        score_unit<D, KB, VB, 1>(shared_points, bytes, stage, s);
                     } else {
                         const shared_bytes right = { (const uint4 *) (queries + (of.n + of.i) * S * 32) + lane,
                             (const int4 *) (byte_rows + DECODE_COLUMNS * of.i) + c };
-                        score_points<D, 2>(load_points(shared_points), right, stage, s);
+                        score_unit<D, KB, VB, 2>(shared_points, right, stage, s);
                     }
                     if constexpr (MEANS) {
                         const int32_t * const places_at = (const int32_t *) (stage + in_points::BYTES);
@@ -471,7 +476,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
             }
             if (now & 2) {
                 if constexpr (TABLES && VB != LATTICE + 4) {
-                    accumulate_tables<D, KB, VB>(shared_points, stage, s, rest[0], o);
+                    accumulate_tables<D, KB, VB, E>(shared_points, stage, s, rest, o);
                 } else if constexpr (POINTS) {
                     accumulate_points<D, E, in_points>(load_points(shared_points), stage, s, rest, o, middle);
                 } else if constexpr (HALF) {

@@ -16,10 +16,9 @@ void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, 
         a.stage_wide = MEANS ? 4 * D : 0; // angles
         shared += nb_points<KB, VB>() + (E == 2 ? shared_bytes::ROWS << a.slices_log2 : 0);
         if constexpr (MEANS) {
-            shared += 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + nb_waves<D, E>(a);
-        } else if constexpr (!WIDE) {
-            shared += (size_t) bytes_of_rows<D>(a);
+            shared += 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + nb_waves<D, E>(a) + (WIDE ? 0 : 10 * D);
         }
+        if constexpr (!WIDE) { shared += (size_t) bytes_of_rows<D>(a); }
     } else {
         lay_out_stage<D, KB, VB>(a);
     }
@@ -60,11 +59,11 @@ void launch_bytes(const kvq_attend_args & a, int n_streams, cudaStream_t stream,
 }
 
 // split keys, and lattices of other bits than 2
-template <int D>
+template <int D, int E>
 void launch_bytes_tables(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
 #define KVQ_CASE(F, K, V)                                                                                              \
     case 64 * F + 8 * K + V:                                                                                           \
-        launch_bytes_kernel<D, SPLIT + 32 * F + 2 * K, LATTICE + 2 * V, true, false, false>(                           \
+        launch_bytes_kernel<D, SPLIT + 32 * F + 2 * K, LATTICE + 2 * V, true, false, false, E>(                        \
             a, n_streams, stream, occupancy);                                                                          \
         break;
     if (a.k.split) {
@@ -75,10 +74,10 @@ void launch_bytes_tables(const kvq_attend_args & a, int n_streams, cudaStream_t 
 #define KVQ_CASE(K, V)                                                                                                 \
     case 8 * K + V:                                                                                                    \
         if (a.waves) {                                                                                                 \
-            launch_bytes_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, true, false, false>(                              \
+            launch_bytes_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, true, false, false, E>(                           \
                 a, n_streams, stream, occupancy);                                                                      \
         } else {                                                                                                       \
-            launch_bytes_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, false, false, false>(                             \
+            launch_bytes_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, false, false, false, E>(                          \
                 a, n_streams, stream, occupancy);                                                                      \
         }                                                                                                              \
         break;

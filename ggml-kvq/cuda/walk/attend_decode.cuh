@@ -239,8 +239,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             // every warp comes here once
             if (picks) { // they read rows as they come
             } else if constexpr (ROTATED && PART != VALUES) {
-                share_all_queries<D, KB, MEANS, copies_rows<KB, MEANS, WIDE>>(
-                    a, of, warp, kvh, min(per_row, a.n_rows - row0), queries, of_rows, row_of);
+                share_all_queries<D, KB, MEANS, copies_rows<KB, MEANS, WIDE>>(a, of, warp, data_of(a, of, kvh),
+                    min(per_row, a.n_rows - row0), queries, of_rows, of_rows, nullptr, row_of);
             } else if constexpr (PART != VALUES) {
                 share_queries<D, KB>(a, of, queries, row_of);
             }

@@ -40,6 +40,8 @@ __global__ void __launch_bounds__(MOST_THREADS) decode_merge_kernel(const __grid
     const float * p = a.partial + (((size_t) is * a.n_head_kv + kvh) * a.n_rows + row) * (n + a.n_open) * step;
     float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float m = -INFINITY, l = 0.0f, sealed = 0.0f; // l, sealed: of this lane's blocks
+    float4 mean = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (a.v_mean && part == 0) { mean = __ldg((const float4 *) (a.v_mean + kvh * size + channel)); }
     early_wait();
 #pragma unroll 1
     for (int at = 0; at < n; at += each, p += each * step) {
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(MOST_THREADS) decode_merge_kernel(const __grid
     }
     if (part) { return; }
     add(x, 1.0f, as_is);
-    if (a.v_mean) { add(x, sealed, __ldg((const float4 *) (a.v_mean + kvh * size + channel))); }
+    add(x, sealed, mean);
     put_row(a, is, token, head, channel, x, m, l);
 }
 

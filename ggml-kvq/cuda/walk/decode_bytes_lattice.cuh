@@ -7,13 +7,14 @@
 //   its lower half gives the first coordinates of four vectors in a register, then the second ones; so does its upper
 #pragma once
 
+#include "cuda/lattice.cuh"
 #include "decode_bytes.cuh"
 #include "decode_lattice.cuh"
 #include "types/lattice_grids.h"
 
 namespace {
 
-constexpr int POINT_MIDDLE = 64;
+constexpr int POINT_MIDDLE = KVQ_POINT_MIDDLE;
 constexpr float POINT_STEP = (float) kvq_grid_step_d2_n16 / 4096.0f;
 
 // The stage: indices of K and V, then scales of 64 cells in f32, of keys and of values; both as they came.
@@ -49,12 +50,10 @@ static __device__ __forceinline__ void points_of_word(const point_bytes & t, uin
 __device__ __forceinline__ point_bytes load_points(const uint8_t * from) {
     return { ((const uint4 *) from)[0], ((const uint4 *) from)[1] };
 }
-// to: those, behind a barrier
-__device__ __forceinline__ void share_points(uint8_t * to, const float * points) {
-    if (threadIdx.x < 32) {
-        to[threadIdx.x % 2 * 16 + threadIdx.x / 2] =
-            (uint8_t) (POINT_MIDDLE + (int) rintf(__ldg(points + threadIdx.x) * (1.0f / POINT_STEP)));
-    }
+// Asks for those, which lie behind the grid's points (kvq_cuda_device::geometry).
+__device__ __forceinline__ void copy_points_of_16(uint8_t * to, const float * points) {
+    const int i = threadIdx.x;
+    if (i < 2) { copy16((uint32_t) __cvta_generic_to_shared(to + 16 * i), points + KVQ_POINT_BYTES + 4 * i); }
 }
 
 // sums of a column's bytes, of which b0 and b1 are a right operand, added to sums
@@ -117,21 +116,6 @@ struct shared_bytes {
     const uint4 * at;
     const int4 * rows;
 };
-// by a warp of each slice; q: rotated, [step][lane]
-template <int D> __device__ __forceinline__ void share_bytes(uint2 * q, int2 * rows) {
-    const int lane = threadIdx.x % 32;
-    byte_query<D, 2> x;
-    quantise_rotated<D, 2>({ q + lane }, x);
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < D / 32; n++) {
-        ((uint4 *) q)[32 * n + lane] = make_uint4(x.x[0][n][0], x.x[0][n][1], x.x[1][n][0], x.x[1][n][1]);
-    }
-    if (lane < 4) {
-        ((int4 *) rows)[lane] = { x.middle[0], __float_as_int(x.step[0]), x.middle[1], __float_as_int(x.step[1]) };
-    }
-}
-
 // right operand n of all cells; middle and step of a thread's rows
 template <int D> __device__ __forceinline__ uint4 operand_of(const byte_query<D, 1> & q, int n) {
     return make_uint4(q.x[0][n][0], q.x[0][n][1], 0, 0);

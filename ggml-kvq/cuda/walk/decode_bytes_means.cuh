@@ -18,7 +18,7 @@ template <int E> constexpr int wave_pairs = 16 * E; // of rows
 // f16 numbers from one pair of rows to the next, which begins in other banks; all slices are in a row
 __host__ __device__ __forceinline__ int wave_step(int head_size) { return 2 * head_size + 8; }
 // bytes of the table, and behind it (E = 1) of cos and sin of 32 positions of each pair
-template <int D, int E> size_t nb_waves(const kvq_attend_args & a) {
+template <int D, int E> __host__ __device__ __forceinline__ size_t nb_waves(const kvq_attend_args & a) {
     return 2 * wave_pairs<E> * (size_t) wave_step(a.k.head_size) + (E == 1 ? 4 * (size_t) D << a.slices_log2 : 0);
 }
 template <int D, typename X>
@@ -48,6 +48,21 @@ __device__ __forceinline__ void copy_waves(const kvq_attend_args & a, const X & 
             }
         }
     }
+}
+
+// Asks for a head's data, to be read from shared memory: 10 D bytes, of heads without slices.
+template <int D> __device__ __forceinline__ head_data copy_data(const head_data & from, float * to) {
+    const int i = threadIdx.x;
+    const uint32_t at = (uint32_t) __cvta_generic_to_shared(to) + 16 * i;
+    uint16_t * const channel = (uint16_t *) (to + 2 * D);
+    if (i < D / 4) {
+        copy16(at, from.mean + 4 * i);
+    } else if (i < D / 2) {
+        if (from.back) { copy16(at, from.back + 4 * i - D); }
+    } else if (i < D / 2 + D / 8) {
+        if (from.channel) { copy16(at, from.channel + 8 * i - 4 * D); }
+    }
+    return { from.channel ? channel : nullptr, from.back ? to + D : nullptr, to };
 }
 
 // Asks for cos and sin of a window of this slice's pairs: [2][D/2]. Beyond the head any do, coefficients are 0.
@@ -80,23 +95,6 @@ __device__ __noinline__ void turn_angles(const kvq_attend_args & a, const X of, 
     __syncwarp();
 }
 
-// Coefficients of odd columns, turned by 32 positions; a thread takes pairs of its own
-template <int D, typename X>
-__device__ __forceinline__ void turn_odd_columns(
-    const kvq_attend_args & a, const X & of, uint16_t * waves, float * coefficients) {
-    const int step = means_step<D, X::WIDE>(a), n = D / 2 * of.n; // pairs of a row
-    const float2 * const by = (const float2 *) turn_of_32<D>(a, of, waves);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < BYTE_ROWS * n; i += 32 * of.warps) {
-        const int pair = i & (n - 1);
-        float2 * const x = (float2 *) (coefficients + (2 * (i / n) + 1) * step + 2 * pair);
-        if (pair < a.n_pairs) {
-            const float2 y = by[pair];
-            *x = make_float2(x->x * y.x + x->y * y.y, x->y * y.x - x->x * y.y);
-        }
-    }
-}
-
 // q: the coefficients of column g, turned: of 8 channels from `channel` of this slice on
 template <int D, typename X>
 __device__ __forceinline__ void turned_coefficients(const kvq_attend_args & a, const X & of, const float * coefficients,
@@ -125,8 +123,9 @@ __device__ __forceinline__ void add_row_means(const kvq_attend_args & a, const X
     const float * coefficients, const int32_t * places, float * angles, float (&s)[2][4]) {
     const int step = wave_step(of.head(a));
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin = places[0];
+    const bool twice = places[32] == begin; // one sealed half takes both places, as beside an open one
     const bool usual = begin >= 0 && a.n_pairs == of.head(a) / 2 && places[lane] == begin + lane &&
-        places[lane + 32] == begin + 32 + lane;
+        places[lane + 32] == begin + (twice ? 0 : 32) + lane;
     if (__any_sync(~0u, !usual)) {
         float x[4][4] = {}; // in memory for the call; odd columns have no meaning
         add_scattered_means<D, KB>(a, of, coefficients, places, x);
@@ -134,7 +133,8 @@ __device__ __forceinline__ void add_row_means(const kvq_attend_args & a, const X
         for (int n = 0; n < 8; n++) { s[n / 4][n % 4] += x[n / 2][n % 2 * 2]; }
         return;
     }
-    if (begin % 64) { turn_angles<D>(a, of, angles, begin); }
+    const bool late = twice && begin % 64 == 32; // all of its cells are those of odd columns
+    if (begin % 64 && !late) { turn_angles<D>(a, of, angles, begin); }
     // cells 4 (2t + g/4) + b of this thread and of lane ^ 16, which has those of the other g/4
     const int first = g / 2 % 2 * 16 + g % 2 * 2 + g / 4 * 8; // row
     const uint16_t * const pair = waves + first / 2 * step;
@@ -153,8 +153,9 @@ __device__ __forceinline__ void add_row_means(const kvq_attend_args & a, const X
     for (int t = 0; t < 2; t++) {
 #pragma unroll
         for (int b = 0; b < 2; b++) { // of the first half in even columns
-            const float mine = second ? x[t][2 * b + 1] : x[t][2 * b],
-                        other = __shfl_xor_sync(~0u, second ? x[t][2 * b] : x[t][2 * b + 1], 16);
+            const float of_first = late ? x[t][2 * b + 1] : x[t][2 * b], of_second = twice ? of_first : x[t][2 * b + 1],
+                        mine = second ? of_second : of_first,
+                        other = __shfl_xor_sync(~0u, second ? of_first : of_second, 16);
             s[0][2 * t + b] += second ? other : mine;
             s[1][2 * t + b] += second ? mine : other;
         }

@@ -367,23 +367,39 @@ template <int D, int KB> __device__ __forceinline__ int thread_of_four(int i) {
     return S < P ? i / S : i / P % 4;
 }
 
-// The rows of a block's columns as they come, [column][D]: what stands below reads each of them more than once, and one
+// What a KV head's keys have of their own: order and inverse gains of sorted keys (NULL: none), the mean that is taken
+// off.
+struct head_data {
+    const uint16_t * channel;
+    const float *back, *mean;
+};
+template <typename X> __device__ __forceinline__ head_data data_of(const kvq_attend_args & a, const X & of, int kvh) {
+    const int first = kvh * of.head(a);
+    return { a.sorted.channel ? a.sorted.channel + first : nullptr, a.sorted.back ? a.sorted.back + first : nullptr,
+        a.k_mean ? a.k_mean + first : nullptr };
+}
+
+// The rows of a block's columns as they come, [column / TWINS][D]: what stands below reads each of them more than once, and one
 // way to the L2 cache takes as long as all the rest. Cards with little shared memory read them where they lie. So do
-// heads in slices, short caches and pages without their means, which gain nothing.
+// heads in slices and short caches, which gain nothing.
 template <int D> __host__ __device__ __forceinline__ int bytes_of_rows(const kvq_attend_args & a) {
     return a.max_shared_sm >= 160 << 10 ? 4 * DECODE_COLUMNS * D : 0;
 }
-template <int D, typename X, typename F>
+template <int D, int TWINS, typename X, typename F>
 __device__ __forceinline__ void copy_rows(const X & of, float * to, F && row_of) {
-    constexpr int PIECES = D / 4, N = DECODE_COLUMNS * PIECES / (32 * DECODE_WARPS);
+    constexpr int PIECES = D / 4, ALL = DECODE_COLUMNS / TWINS * PIECES,
+                  N = (ALL + 32 * DECODE_WARPS - 1) / (32 * DECODE_WARPS);
     float4 x[N]; // all on their way at once
 #pragma unroll
     for (int k = 0; k < N; k++) {
         const int i = threadIdx.x + k * 32 * of.warps;
-        x[k] = *(const float4 *) (row_of(i / PIECES) + i % PIECES * 4);
+        if (i < ALL) { x[k] = *(const float4 *) (row_of(i / PIECES * TWINS) + i % PIECES * 4); }
     }
 #pragma unroll
-    for (int k = 0; k < N; k++) { ((float4 *) to)[threadIdx.x + k * 32 * of.warps] = x[k]; }
+    for (int k = 0; k < N; k++) {
+        const int i = threadIdx.x + k * 32 * of.warps;
+        if (i < ALL) { ((float4 *) to)[i] = x[k]; }
+    }
     __syncthreads();
 }
 
@@ -391,7 +407,7 @@ __device__ __forceinline__ void copy_rows(const X & of, float * to, F && row_of)
 // of one row that lie side by side; it is rotated once.
 template <int D, int KB, int TWINS, typename X, typename F>
 __device__ __forceinline__ void share_split(
-    const kvq_attend_args & a, const X & of, int warp, int kvh, int n_rows, uint2 * out, F && row_of) {
+    const kvq_attend_args & a, const X & of, int warp, const head_data & data, int n_rows, uint2 * out, F && row_of) {
     constexpr int S = D / 16, HALF = D / 2, LANES = D / 8, MOST = X::WIDE ? 4 : 1; // LANES: of a half
     const int lane = threadIdx.x % 32, i = lane % LANES, head = of.head(a), quarter = head / 4;
     const bool fast = lane >= LANES, takes = lane < (fast_of<KB> ? 2 : 1) * LANES;
@@ -414,9 +430,9 @@ __device__ __forceinline__ void share_split(
                     ? (fast ? 0 : head / 2) + at
                     : (at < quarter ? at : at + quarter) + (fast ? 0 : quarter);
                 float4 y;
-                if (a.sorted.channel) { // of sorted keys, whose halves lie one behind the other
-                    const ushort4 from = __ldg((const ushort4 *) (a.sorted.channel + kvh * head + channel));
-                    const float4 back = __ldg((const float4 *) (a.sorted.back + kvh * head + channel));
+                if (data.channel) { // of sorted keys, whose halves lie one behind the other
+                    const ushort4 from = *(const ushort4 *) (data.channel + channel);
+                    const float4 back = *(const float4 *) (data.back + channel);
                     y = make_float4(p[from.x] * back.x, p[from.y] * back.y, p[from.z] * back.z, p[from.w] * back.w);
                 } else {
                     y = *(const float4 *) (p + channel);
@@ -450,8 +466,8 @@ __device__ __forceinline__ void share_split(
 // Queries of a block's n_rows rows for all teams, as they are and behind those, at out, rotated: [slice][step][lane]. A
 // warp takes a row; columns without one are 0. GAINS: keys may have some, which rotated queries undo. TWINS: as above.
 template <int D, int KB, bool GAINS, int TWINS, typename X, typename F>
-__device__ __forceinline__ void share_rotated(
-    const kvq_attend_args & a, const X & of, int warp, int kvh, int n_rows, uint2 * plain, uint2 * out, F && row_of) {
+__device__ __forceinline__ void share_rotated(const kvq_attend_args & a, const X & of, int warp, const head_data & data,
+    int n_rows, uint2 * plain, uint2 * out, F && row_of) {
     constexpr int P = cut<KB>::P, S = D / 16, MOST = X::WIDE ? 4 : 1; // MOST: slices
     const int lane = threadIdx.x % 32;
     // the step and thread that this lane's 4 channels belong to
@@ -484,8 +500,8 @@ __device__ __forceinline__ void share_rotated(
             float4 back = make_float4(norm, norm, norm, norm);
             if constexpr (GAINS) {
                 const int channel = k * D + 4 * lane;
-                if (a.sorted.back && 4 * lane < D && channel < of.head(a)) {
-                    const float4 y = __ldg((const float4 *) (a.sorted.back + kvh * of.head(a) + channel));
+                if (data.back && 4 * lane < D && channel < of.head(a)) {
+                    const float4 y = *(const float4 *) (data.back + channel);
                     back = make_float4(y.x * norm, y.y * norm, y.z * norm, y.w * norm);
                 }
             }

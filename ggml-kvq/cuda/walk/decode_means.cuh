@@ -20,28 +20,34 @@ template <int D, bool WIDE = true> __host__ __device__ __forceinline__ int means
 }
 
 // A and B of this block's rows, in the scores' unit, a pair in the place of channels 2i and 2i + 1; of channels
-// without embedding A alone
-template <int D, typename X, typename F>
+// without embedding A alone. m: the head's mean. TWINS = 2: a row has two columns, the second one turned by the cosines
+// and sines at `turn`. AT_ONCE: pairs whose rows are asked for together.
+template <int D, int TWINS, int AT_ONCE, typename X, typename F>
 __device__ __forceinline__ void mean_coefficients(
-    const kvq_attend_args & a, const X & of, int kvh, float * to, F && row_of) {
-    constexpr int AT_ONCE = X::WIDE ? 2 : 4;
+    const kvq_attend_args & a, const X & of, const float * m, const float2 * turn, float * to, F && row_of) {
     constexpr int LOG2 = D == 64 ? 5 : 6;
     static_assert(D == 2 << LOG2);
     const int n_log2 = LOG2 + (X::WIDE ? a.slices_log2 : 0), n = 1 << n_log2, step = means_step<D, X::WIDE>(a); // pairs
-    const float *m = a.k_mean + kvh * of.head(a), f = a.scale * LOG2E;
+    const float f = a.scale * LOG2E;
 #pragma unroll AT_ONCE
-    for (int i = threadIdx.x; i < DECODE_COLUMNS * n; i += 32 * of.warps) {
-        const int pair = i & (n - 1), column = i >> n_log2;
+    for (int i = threadIdx.x; i < DECODE_COLUMNS / TWINS * n; i += 32 * of.warps) {
+        const int pair = i & (n - 1), column = (i >> n_log2) * TWINS;
+        float2 * const at = (float2 *) (to + column * step + 2 * pair);
         if (X::WIDE && 2 * pair >= a.k.head_size) {
-            *(float2 *) (to + column * step + 2 * pair) = make_float2(0.0f, 0.0f);
+#pragma unroll
+            for (int twin = 0; twin < TWINS; twin++) { at[twin * step / 2] = make_float2(0.0f, 0.0f); }
             continue;
         }
         const float * p = row_of(column);
         const bool turns = pair < a.n_pairs;
         const int x = turns && a.neox ? pair : 2 * pair, y = turns && a.neox ? pair + a.n_pairs : 2 * pair + 1;
         const float qx = p[x] * f, qy = p[y] * f;
-        *(float2 *) (to + column * step + 2 * pair) =
-            make_float2(qx * m[x] + qy * m[y], turns ? qy * m[x] - qx * m[y] : 0.0f);
+        const float2 ab = make_float2(qx * m[x] + qy * m[y], turns ? qy * m[x] - qx * m[y] : 0.0f);
+        *at = ab;
+        if constexpr (TWINS == 2) {
+            const float2 by = turns ? turn[pair] : make_float2(1.0f, 0.0f);
+            at[step / 2] = make_float2(ab.x * by.x + ab.y * by.y, ab.y * by.x - ab.x * by.y);
+        }
     }
 }
 
@@ -59,24 +65,39 @@ __device__ __forceinline__ void score_waves(
 }
 
 // All that is made of a block's queries for lattice pages: as they are, rotated, and coefficients of means.
-// rows: room for those, or for rows that are COPIED. TWINS: columns of a row.
+// rows: room for rows that are COPIED. TWINS: columns of a row; turn: as above.
 template <int D, int KB, bool MEANS, bool COPIED, int TWINS = 1, typename X, typename F>
-__device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, const X & of, int warp, int kvh,
-    int n_rows, uint2 * queries, float * rows, F && row_of) {
-    static_assert(!COPIED || !MEANS);
+__device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, const X & of, int warp,
+    const head_data & data, int n_rows, uint2 * queries, float * rows, float * coefficients, const float2 * turn,
+    F && row_of) {
     const bool copied = COPIED && bytes_of_rows<D>(a);
     if constexpr (COPIED) {
-        if (copied) { copy_rows<D>(of, rows, row_of); }
+        if (copied) { copy_rows<D, TWINS>(of, rows, row_of); }
     }
-    const auto row = [&](int column) { return copied ? (const float *) rows + column * D : row_of(column); };
+    const auto row = [&](int column) { return copied ? (const float *) rows + column / TWINS * D : row_of(column); };
     uint2 * const rotated = queries + of.n * (D / 16) * 32;
     if constexpr (is_split<KB>) {
         share_queries<D, KB>(a, of, queries, row);
-        share_split<D, KB, TWINS>(a, of, warp, kvh, n_rows, rotated, row);
+        share_split<D, KB, TWINS>(a, of, warp, data, n_rows, rotated, row);
     } else {
-        share_rotated<D, KB, MEANS, TWINS>(a, of, warp, kvh, n_rows, queries, rotated, row);
+        share_rotated<D, KB, MEANS, TWINS>(a, of, warp, data, n_rows, queries, rotated, row);
     }
-    if constexpr (MEANS) { mean_coefficients<D>(a, of, kvh, rows, row); }
+    if constexpr (MEANS) {
+        mean_coefficients<D, TWINS, COPIED ? 1 : X::WIDE ? 2 : 4>(a, of, data.mean, turn, coefficients, row);
+    }
+}
+
+// Brings a head's data near, of heads without slices.
+template <int D> __device__ __forceinline__ void prefetch_data(const head_data & x) {
+    constexpr int N = D / 32; // pieces of 128 bytes
+    const int i = threadIdx.x;
+    if (i < N) {
+        prefetch(x.mean + 32 * i);
+    } else if (i < 2 * N) {
+        if (x.back) { prefetch(x.back + 32 * (i - N)); }
+    } else if (i < 3 * N) {
+        if (x.channel) { prefetch(x.channel + 32 * (i - 2 * N)); }
+    }
 }
 
 // places: positions of 64 cells, below 0: no cell. Cells may come in any order: there is a step for each window of 64
