@@ -317,6 +317,16 @@ void kvq_lane::enter_rows(int stream, int64_t n, const int64_t * idx, const uint
     }
 }
 
+// Rows of page p that some lane has read where it had no cells: zeros, as read_page gives them. llama.cpp copies whole
+// streams that way where it splits a layer's heads. Keys come first, so the page of values goes with theirs. Codes of
+// no bits give zeros for cells, too.
+bool kvq_lane::are_of_no_cells(int s, int p, const uint16_t * rows) const {
+    const size_t n = (size_t) l.page_cells * (size_t) l.codec.head_size * (size_t) l.n_head;
+    return l.codec.bits > 0 && info(s, p).state == KVQ_PAGE_EMPTY &&
+        (!value || spans->k_state[(size_t) s * spans->n_pages + p] == KVQ_PAGE_EMPTY) && rows[0] == 0 &&
+        !memcmp(rows, rows + 1, 2 * (n - 1));
+}
+
 void kvq_lane::restore(
     int stream, int cell, int n, const uint16_t * rows, int n_threads, const kvq_mark_rows_view * v) {
     waiting = false;
@@ -325,6 +335,12 @@ void kvq_lane::restore(
     }
     const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head;
     const int pc = l.page_cells, first = cell / pc, last = n > 0 ? (cell + n - 1) / pc : first - 1;
+    std::vector<uint8_t> no_cells((size_t) (last - first + 1), 0); // of each page
+    for (int p = first; p <= last; p++) {
+        const int at = p * pc - cell; // of whole pages
+        no_cells[(size_t) (p - first)] = at >= 0 && at + pc <= n && !(v && v->has_copies(at, pc)) &&
+            are_of_no_cells(stream, p, rows + (size_t) at * W);
+    }
     std::vector<uint16_t> copy;
     if (std::any_of(policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->rewrites_rows(*this); })) {
         copy.assign(rows, rows + (size_t) n * W);
@@ -352,7 +368,7 @@ void kvq_lane::restore(
             v->put_edited(x.from - cell, x.to - x.from, x.edited.data());
             x.rows = x.edited.data();
         }
-        x.tried = x.to - x.from == pc && may_place(stream, p);
+        x.tried = x.to - x.from == pc && may_place(stream, p) && !no_cells[(size_t) (p - first)];
         if (x.tried) { whole.push_back(x.rows); }
     }
     if (imager()) { imager()->images_come(*this, whole, n_threads); }
@@ -366,11 +382,13 @@ void kvq_lane::restore(
     std::vector<int64_t> idx;
     const auto is_rows = [&](int p) { // a whole page, and no image
         const arriving & x = pages[(size_t) (p - first)];
-        return x.to - x.from == pc && (x.tried ? !x.is_image : !may_place(stream, p));
+        return x.to - x.from == pc && !no_cells[(size_t) (p - first)] &&
+            (x.tried ? !x.is_image : !may_place(stream, p));
     };
     for (int p = first, next; p <= last; p = next) {
         arriving & x = pages[(size_t) (p - first)];
         next = p + 1;
+        if (no_cells[(size_t) (p - first)]) { continue; }
         if (x.to - x.from == pc && may_place(stream, p) &&
             (x.tried ? x.is_image : take_any_image(stream, p, x.rows, x.image))) {
             place(stream, p, x.image, x.image.codes.data(), x.image.params.data(), &puts);

@@ -253,6 +253,29 @@ static void save_and_restore(world & w) {
     }
 }
 
+// llama.cpp copies whole streams as rows where heads are split: pages without cells come as zeros.
+static void copy_whole_streams(world & w) {
+    commit(w);
+    world other;
+    build(other, w.c);
+    for (int v = 0; v < 2; v++) {
+        for (int li = 0; li < 2; li++) {
+            kvq_lane &from = *w.layer[li].lane[v], &to = *other.layer[li].lane[v];
+            std::vector<uint16_t> rows((size_t) w.c.n_cells * w.layer[li].plain[v].W);
+            for (int s = 0; s < w.c.n_stream; s++) {
+                from.read(s, 0, w.c.n_cells, rows.data());
+                to.restore(s, 0, w.c.n_cells, rows.data(), 1);
+                for (int p = 0; p < from.layout().n_pages; p++) {
+                    const bool is_whole = (p + 1) * from.layout().page_cells <= w.c.n_cells;
+                    CHECK(!is_whole || !from.layout().codec.bits || from.state(s, p) != KVQ_PAGE_EMPTY ||
+                            to.state(s, p) == KVQ_PAGE_EMPTY,
+                        "%s page %d without cells came as one of zeros", v ? "value" : "key", p);
+                }
+            }
+        }
+    }
+}
+
 // attention over the spans against f64 over the decoded pages
 static void attend(world & w) {
     const int li = uniform(0, 1), s = uniform(0, w.c.n_stream - 1);
@@ -431,6 +454,7 @@ static void run(const config & c, unsigned seed, int steps) {
         } else if (op < 93) {
             name = "save";
             save_and_restore(w);
+            copy_whole_streams(w);
         } else if (op < 99 && w.layer[0].lane[0]->layout().pooled) {
             name = "free";
             commit(w);
