@@ -10,11 +10,6 @@ static __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// 128 bytes come to the L2 cache; nothing waits for them
-static __device__ __forceinline__ void prefetch(const void * from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-
 // 16 bytes to shared memory, past the first level of the cache, some time later
 static __device__ __forceinline__ void copy16(uint32_t to, const void * from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

@@ -101,8 +101,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
               run_log2 = POINTS || others < 4 * n_teams ? 0 : a.halves_log2 - 1,
               n_runs = others + (1 << run_log2) - 1 >> run_log2;
     const bool has_part = from_last < a.n_open; // of open cells: takes part in others' turns later
-    // The first run, whose page stays open where there are sinks, changes places with one of a team that has no more
-    // than others, where there are no parts.
+    // Without parts the first run, whose page stays open for sinks, changes places with one of a shorter team.
     const int first_turns = OPEN_TURNS * (n_teams - a.n_open),
               other_run = a.n_open || n_runs < n_teams ? 0 : n_runs % n_teams;
     const int first_unit = from_last >= n_units || picks ? -1 : own_unit(a, from_last, n_units);
@@ -138,10 +137,8 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
     if (first_unit >= 0) { copy_pages(0, first_unit); }
     if constexpr (POINTS) { copy_tables<KB, VB>(a, shared_points); }
     float * const rows_room = MEANS ? (float *) ((uint8_t *) waves + nb_waves<D, E>(a)) : of_rows;
-    head_data data = {};
+    const head_data data = ask_data<D, MEANS>(a, of, kvh, rows_room + bytes_of_rows<D>(a) / 4);
     if constexpr (MEANS) {
-        data = data_of(a, of, kvh);
-        if constexpr (!WIDE) { data = copy_data<D>(data, rows_room + bytes_of_rows<D>(a) / 4); }
         copies_part();
         copy_waves<D, E>(a, of, waves); // the first unit does not wait for them
         copies_part();
@@ -260,15 +257,13 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
             if (picks) { // they read rows as they come
                 __syncthreads();
             } else if constexpr (POINTS) {
-                const float2 * turn = nullptr;
                 if constexpr (MEANS) {
                     copies_part();
-                    first_copies_done(); // data, waves
-                    if constexpr (E == 1) { turn = (const float2 *) turn_of_32<D>(a, of, waves); }
+                    first_copies_done();                                   // data, waves
                     if (WIDE || !bytes_of_rows<D>(a)) { __syncthreads(); } // else where rows are copied
                 }
-                share_all_queries<D, KB, MEANS, !WIDE, E == 1 ? 2 : 1>(
-                    a, of, warp, data, E == 1 ? 2 * n_rows : n_rows, queries, rows_room, of_rows, turn, row_of);
+                share_all_queries<D, KB, MEANS, !WIDE, E == 1 ? 2 : 1>(a, of, warp, data, E == 1 ? 2 * n_rows : n_rows,
+                    queries, rows_room, of_rows, (const float2 *) turn_of_32<D>(a, of, waves), row_of);
                 __syncthreads();
                 if constexpr (E == 1) {
                     quantise_unit<D, KB, VB, 1>({ q.at + of.n * S * 32 }, bytes);

@@ -114,11 +114,6 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
     uint8_t * const shared_sums = memory + of.warps * (nb_stage + open_place<D>::BYTES); // of teams
     int sums_turn = 0;
     clear_beyond<D>(of, stage, nb_stage + open_place<D>::BYTES);
-    const head_data data = data_of(a, of, kvh);
-    if constexpr (MEANS && !WIDE) {
-        prefetch_data<D>(data);
-        if (threadIdx.x < D / 32) { prefetch(a.v_mean + kvh * D + 32 * threadIdx.x); }
-    }
     if (!a.n_new) { early_wait(); } // the kernel before this one writes into open pages
     const int half = blockIdx.x * of.teams + of.team, n_halves = a.n_pages << a.halves_log2,
               t0 = (half & ((1 << a.halves_log2) - 1)) * 32;
@@ -143,8 +138,6 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
     // scores do not wait for them
     if (state == 0 || state == 1) { copy_open<D, true>(of, open_at, v_rows, a.v.stride); }
     copies_part();
-    const bool has_place = MEANS && state > 0 && (state & 1);
-    const int place = has_place ? __ldg(st.positions + page.cell + t0 + lane) : 0;
     uint32_t *const k_table = (uint32_t *) (shared_sums + (WIDE && of.n > 1 ? of.warps * SHORT_TEAM : 0)),
                     *const v_table = k_table + (ROTATED ? key_points<KB> : 0);
     // of open keys, then of rotated ones: lattice
@@ -155,8 +148,8 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         load_key_tables<KB>(a, k_table);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
         if (state > 0) { put_scales<D, KB, VB>(a, stage, raw); }
-        if (has_place) { // the second 32 rows of the product are the first ones again
-            places[lane] = places[lane + 32] = place;
+        if (MEANS && state > 0 && (state & 1)) { // the second 32 rows of the product are the first ones again
+            places[lane] = places[lane + 32] = __ldg(st.positions + page.cell + t0 + lane);
             __syncwarp();
         }
     }
@@ -183,8 +176,8 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
     uint32_t q[S][2]; // of column g
     if constexpr (ROTATED) {
         const auto row_of = [&](int column) { return st.q + (head0 + min(column, last)) * a.q_stride_head; };
-        share_all_queries<D, KB, MEANS, false>(
-            a, of, warp, data, min(per_row, a.n_rows - row0), queries, nullptr, coefficients, nullptr, row_of);
+        share_all_queries<D, KB, MEANS, false>(a, of, warp, data_of(a, of, kvh), min(per_row, a.n_rows - row0), queries,
+            nullptr, coefficients, nullptr, row_of);
         __syncthreads();
     } else {
         const float * p = st.q + (head0 + min(g & (per_row - 1), last)) * a.q_stride_head;

@@ -50,7 +50,7 @@ __device__ __forceinline__ void copy_waves(const kvq_attend_args & a, const X & 
     }
 }
 
-// Asks for a head's data, to be read from shared memory: 10 D bytes, of heads without slices.
+// Asks for a head's data, to be read from shared memory: 10 D bytes.
 template <int D> __device__ __forceinline__ head_data copy_data(const head_data & from, float * to) {
     const int i = threadIdx.x;
     const uint32_t at = (uint32_t) __cvta_generic_to_shared(to) + 16 * i;
@@ -63,6 +63,15 @@ template <int D> __device__ __forceinline__ head_data copy_data(const head_data 
         if (from.channel) { copy16(at, from.channel + 8 * i - 4 * D); }
     }
     return { from.channel ? channel : nullptr, from.back ? to + D : nullptr, to };
+}
+
+// Those of a kernel; slices read theirs where they lie
+template <int D, bool MEANS, typename X>
+__device__ __forceinline__ head_data ask_data(const kvq_attend_args & a, const X & of, int kvh, float * room) {
+    if constexpr (!MEANS) { return {}; }
+    const head_data data = data_of(a, of, kvh);
+    if constexpr (X::WIDE) { return data; }
+    return copy_data<D>(data, room);
 }
 
 // Asks for cos and sin of a window of this slice's pairs: [2][D/2]. Beyond the head any do, coefficients are 0.

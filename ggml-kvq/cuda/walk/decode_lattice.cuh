@@ -367,8 +367,7 @@ template <int D, int KB> __device__ __forceinline__ int thread_of_four(int i) {
     return S < P ? i / S : i / P % 4;
 }
 
-// What a KV head's keys have of their own: order and inverse gains of sorted keys (NULL: none), the mean that is taken
-// off.
+// Data of a KV head's keys: order and inverse gains (NULL: keys are not sorted), and their mean.
 struct head_data {
     const uint16_t * channel;
     const float *back, *mean;
@@ -379,9 +378,9 @@ template <typename X> __device__ __forceinline__ head_data data_of(const kvq_att
         a.k_mean ? a.k_mean + first : nullptr };
 }
 
-// The rows of a block's columns as they come, [column / TWINS][D]: what stands below reads each of them more than once, and one
-// way to the L2 cache takes as long as all the rest. Cards with little shared memory read them where they lie. So do
-// heads in slices and short caches, which gain nothing.
+// The rows of a block's columns as they come, [column / TWINS][D]: what stands below reads each of them more than once,
+// and one way to the L2 cache takes as long as all the rest. Cards with little shared memory read them where they lie.
+// So do heads in slices and short caches, which gain nothing.
 template <int D> __host__ __device__ __forceinline__ int bytes_of_rows(const kvq_attend_args & a) {
     return a.max_shared_sm >= 160 << 10 ? 4 * DECODE_COLUMNS * D : 0;
 }

@@ -87,19 +87,6 @@ __device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, con
     }
 }
 
-// Brings a head's data near, of heads without slices.
-template <int D> __device__ __forceinline__ void prefetch_data(const head_data & x) {
-    constexpr int N = D / 32; // pieces of 128 bytes
-    const int i = threadIdx.x;
-    if (i < N) {
-        prefetch(x.mean + 32 * i);
-    } else if (i < 2 * N) {
-        if (x.back) { prefetch(x.back + 32 * (i - N)); }
-    } else if (i < 3 * N) {
-        if (x.channel) { prefetch(x.channel + 32 * (i - 2 * N)); }
-    }
-}
-
 // places: positions of 64 cells, below 0: no cell. Cells may come in any order: there is a step for each window of 64
 // positions. A function of its own, so that it takes no registers from the case of cells that lie next to each other.
 template <int D, int KB, typename X>
