@@ -2,18 +2,11 @@
 
 #include <cuda_runtime.h>
 
-#include <utility>
-
 void kvq_cuda_graph::reset() {
     if (exec) {
         cudaGraphExecDestroy((cudaGraphExec_t) exec);
         exec = nullptr;
     }
-}
-
-void kvq_cuda_graph::take(kvq_cuda_graph & other) {
-    reset();
-    std::swap(exec, other.exec);
 }
 
 bool kvq_cuda_graph::begin(void * stream) {

@@ -15,7 +15,6 @@ public:
     bool launch(void * stream);
     bool ready() const { return exec != nullptr; }
     void reset();
-    void take(kvq_cuda_graph & other); // its recording, of the same shape as the next one
 
 private:
     // cudaGraphExec_t; kept when a recording of the same shape follows, which is cheaper than a new one

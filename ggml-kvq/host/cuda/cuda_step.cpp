@@ -67,8 +67,7 @@ struct kvq_cuda_step {
     bool fits = false;
     bool of_others = false; // it touches no cache
     bool whole = true;      // it touches all layers of its caches
-    int n_run = 0, n_nodes = 0;
-    bool at_once = false; // it is recorded in its first run: one of the same shape was
+    int n_run = 0;
     size_t n_rows = 0;
     // streams of a layer that are attended
     struct read {
@@ -86,8 +85,6 @@ struct kvq_cuda_step {
     recording seen, unseen; // unseen: for steps that score no cell
 
     void learn(const kvq_backend_context & b, ggml_cgraph * g);
-    bool recorded() const { return seen.graph.ready() || unseen.graph.ready(); }
-    bool is_like(const kvq_cuda_step & other) const; // the same layers, and as many nodes
     void learn_attention(const kvq_step::part & x);
     void learn_layers();
     bool quiet(const kvq_backend_context & b, bool may_open) const;
@@ -110,7 +107,6 @@ struct kvq_cuda_steps {
     uint64_t n_evaluations = 0;
     std::vector<const kvq_kv_layer *> passed; // of this pass over the layers
     kvq_cuda_step & of(const kvq_backend_context & b, ggml_cgraph * graph);
-    void inherit(kvq_cuda_step & s, bool recorded);
     // Pages seal once a pass: looking at all layers takes longer than a graph of one layer is queued.
     bool begins_pass(const kvq_cuda_step & s);
 };
@@ -119,9 +115,7 @@ void kvq_cuda_step::learn(const kvq_backend_context & b, ggml_cgraph * g) {
     uid = g->uid;
     first = g->n_nodes ? g->nodes[0] : nullptr;
     n_run = 0;
-    n_nodes = g->n_nodes;
     n_rows = 0;
-    at_once = false;
     seen.generation = unseen.generation = ~0ull;
     writes.clear();
     looks.clear();
@@ -145,10 +139,6 @@ void kvq_cuda_step::learn(const kvq_backend_context & b, ggml_cgraph * g) {
     }
     fits = fits && !writes.empty();
     learn_layers();
-}
-
-bool kvq_cuda_step::is_like(const kvq_cuda_step & other) const {
-    return n_nodes == other.n_nodes && n_rows == other.n_rows && step.layers == other.step.layers;
 }
 
 void kvq_cuda_step::learn_layers() {
@@ -284,29 +274,9 @@ kvq_cuda_step & kvq_cuda_steps::of(const kvq_backend_context & b, ggml_cgraph * 
         at = n;
         all.push_back(std::make_unique<kvq_cuda_step>());
     }
-    kvq_cuda_step & s = *all[at];
-    const bool recorded = takes_place && s.recorded();
-    const size_t n_rows = s.n_rows;
-    const int n_nodes = s.n_nodes;
-    s.learn(b, graph); // a recording of the same shape is changed, which is cheaper than a new one
-    s.last_used = n_evaluations;
-    inherit(s, recorded && s.n_rows == n_rows && s.n_nodes == n_nodes);
-    return s;
-}
-
-// llama.cpp makes a token's graphs anew when the padded cache length grows: with many sequences every few tokens. The
-// one that s replaces has brought buffers to their size, so that s is recorded in its first run, as a change of that
-// recording.
-void kvq_cuda_steps::inherit(kvq_cuda_step & s, bool recorded) {
-    if (!s.fits) { return; }
-    if (!recorded) {
-        const auto old = std::find_if(all.begin(), all.end(),
-            [&](const auto & x) { return x.get() != &s && x->fits && x->recorded() && x->is_like(s); });
-        if (old == all.end()) { return; }
-        s.seen.graph.take((*old)->seen.graph);
-        s.unseen.graph.take((*old)->unseen.graph);
-    }
-    s.at_once = true;
+    all[at]->learn(b, graph); // a recording of the same shape is changed, which is cheaper than a new one
+    all[at]->last_used = n_evaluations;
+    return *all[at];
 }
 
 bool kvq_cuda_steps::begins_pass(const kvq_cuda_step & s) {
@@ -343,7 +313,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     }
     const auto holds = [&](const kvq_cuda_step::recording & r) { return r.graph.ready() && r.generation == s.moved(); };
     const bool replay = holds(s.seen) || holds(s.unseen);
-    if (!s.fits || (s.n_run++ == 0 && !s.at_once) || !s.quiet(b, replay) ||
+    if (!s.fits || s.n_run++ == 0 || !s.quiet(b, replay) ||
         kvq_observes_queries()) { // the first run brings every buffer to its size
         return kvq_run_step(b, graph, s.step, node_by_node);
     }
@@ -377,8 +347,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     }
     if (!ok) { // rows that were noted are noted again, which changes nothing
         s.end();
-        s.fits = s.at_once; // buffers may have been too small, then the next run records
-        s.at_once = false;
+        s.fits = false;
         return kvq_run_step(b, graph, s.step, kvq_run::EAGER);
     }
     for (kvq_kv_cache * c : s.step.caches) { c->device.flush(); }
