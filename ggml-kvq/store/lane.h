@@ -220,7 +220,8 @@ private:
     void commit_stream(int s, int n_threads);
     void bring_home(int s);
     bool take_any_image(int s, int p, const uint16_t * rows, kvq_page_image & image) const;
-    bool are_of_no_cells(int s, int p, const uint16_t * rows) const;
+    std::vector<uint8_t> find_no_cells(
+        int s, int cell, int n, const uint16_t * rows, const kvq_mark_rows_view * v) const;
     void read_page(int s, int p, const kvq_host_pages::page & page, int from, int to, uint16_t * rows) const;
     // pages of these cells open; where the rows go
     std::vector<uint16_t *> open_cells(int64_t n, const int64_t * idx);

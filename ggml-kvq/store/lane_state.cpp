@@ -317,14 +317,26 @@ void kvq_lane::enter_rows(int stream, int64_t n, const int64_t * idx, const uint
     }
 }
 
-// Rows of page p that some lane has read where it had no cells: zeros, as read_page gives them. llama.cpp copies whole
-// streams that way where it splits a layer's heads. Keys come first, so the page of values goes with theirs. Codes of
-// no bits give zeros for cells, too.
-bool kvq_lane::are_of_no_cells(int s, int p, const uint16_t * rows) const {
-    const size_t n = (size_t) l.page_cells * (size_t) l.codec.head_size * (size_t) l.n_head;
-    return l.codec.bits > 0 && info(s, p).state == KVQ_PAGE_EMPTY &&
-        (!value || spans->k_state[(size_t) s * spans->n_pages + p] == KVQ_PAGE_EMPTY) && rows[0] == 0 &&
-        !memcmp(rows, rows + 1, 2 * (n - 1));
+// Which pages of these rows are those of a page without cells: zeros, as read_page gives them. llama.cpp copies whole
+// streams that way where it splits a layer's heads. Keys come first, so a page of values goes with theirs. Where all
+// pages are zeros they are taken as cells: a layer may have such keys, and codes of no bits give zeros.
+std::vector<uint8_t> kvq_lane::find_no_cells(
+    int s, int cell, int n, const uint16_t * rows, const kvq_mark_rows_view * v) const {
+    const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head;
+    const int pc = l.page_cells, first = cell / pc, last = n > 0 ? (cell + n - 1) / pc : first - 1;
+    std::vector<uint8_t> found((size_t) (last - first + 1), 0);
+    bool has_others = false;
+    for (int p = first; p <= last && l.codec.bits > 0; p++) {
+        const int from = std::max(p * pc, cell) - cell, to = std::min((p + 1) * pc, cell + n) - cell;
+        const uint16_t * page = rows + (size_t) from * W;
+        const bool zeros = !(v && v->has_copies(from, to - from)) && page[0] == 0 &&
+            !memcmp(page, page + 1, 2 * ((size_t) (to - from) * W - 1));
+        has_others = has_others || !zeros;
+        found[(size_t) (p - first)] = zeros && to - from == pc && info(s, p).state == KVQ_PAGE_EMPTY &&
+            (!value || spans->k_state[(size_t) s * spans->n_pages + p] == KVQ_PAGE_EMPTY);
+    }
+    if (!has_others) { std::fill(found.begin(), found.end(), 0); }
+    return found;
 }
 
 void kvq_lane::restore(
@@ -335,12 +347,7 @@ void kvq_lane::restore(
     }
     const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head;
     const int pc = l.page_cells, first = cell / pc, last = n > 0 ? (cell + n - 1) / pc : first - 1;
-    std::vector<uint8_t> no_cells((size_t) (last - first + 1), 0); // of each page
-    for (int p = first; p <= last; p++) {
-        const int at = p * pc - cell; // of whole pages
-        no_cells[(size_t) (p - first)] = at >= 0 && at + pc <= n && !(v && v->has_copies(at, pc)) &&
-            are_of_no_cells(stream, p, rows + (size_t) at * W);
-    }
+    const std::vector<uint8_t> no_cells = find_no_cells(stream, cell, n, rows, v);
     std::vector<uint16_t> copy;
     if (std::any_of(policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->rewrites_rows(*this); })) {
         copy.assign(rows, rows + (size_t) n * W);

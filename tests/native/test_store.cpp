@@ -265,10 +265,14 @@ static void copy_whole_streams(world & w) {
             for (int s = 0; s < w.c.n_stream; s++) {
                 from.read(s, 0, w.c.n_cells, rows.data());
                 to.restore(s, 0, w.c.n_cells, rows.data(), 1);
-                for (int p = 0; p < from.layout().n_pages; p++) {
-                    const bool is_whole = (p + 1) * from.layout().page_cells <= w.c.n_cells;
-                    CHECK(!is_whole || !from.layout().codec.bits || from.state(s, p) != KVQ_PAGE_EMPTY ||
-                            to.state(s, p) == KVQ_PAGE_EMPTY,
+                const kvq_lane_layout & l = from.layout();
+                const auto has_cells = [&](int p) { return from.state(s, p) != KVQ_PAGE_EMPTY; };
+                bool any = false;
+                for (int p = 0; p < l.n_pages; p++) { any = any || has_cells(p); }
+                for (int p = 0; p < l.n_pages && any && l.codec.bits; p++) {
+                    CHECK(!has_cells(p) || to.state(s, p) != KVQ_PAGE_EMPTY, "%s page %d lost its cells",
+                        v ? "value" : "key", p);
+                    CHECK(has_cells(p) || (p + 1) * l.page_cells > w.c.n_cells || to.state(s, p) == KVQ_PAGE_EMPTY,
                         "%s page %d without cells came as one of zeros", v ? "value" : "key", p);
                 }
             }
