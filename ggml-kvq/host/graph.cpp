@@ -519,7 +519,10 @@ ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq
         kvq_report_error(step.why_not);
         return GGML_STATUS_FAILED;
     }
-    if (!kvq_has_sealed(b, step.caches) || !kvq_seal_overdue(b, step)) { return GGML_STATUS_ALLOC_FAILED; }
+    // What is due before a recording seals in another step: each replay would seal it again.
+    const bool has_memory =
+        kvq_records(how) ? kvq_has_memory(step.caches) : kvq_has_sealed(b, step.caches) && kvq_seal_overdue(b, step);
+    if (!has_memory) { return GGML_STATUS_ALLOC_FAILED; }
     if (!kvq_states_are_whole(step)) { return GGML_STATUS_FAILED; }
     for (kvq_kv_cache * cache : step.caches) {
         if (b.inner) { kvq_cuda_use_stream(*cache, b.stream); }
