@@ -433,12 +433,14 @@ static void listed_attention(kvq_cuda_device & d, bool quick) {
         attention({ 2, 2, 2, 0, 128, 8, 4, 32, 40000, 1, 0, 0, false, false }, 32, 3);
     }
     for (const int D : { 64, 128 }) { // points from tables, split keys, in 8-bit products
-        attention_case c = { 3, 2, 2, 1, D, 1, 4, D == 64 ? 9 : 10, 2300, 1, 0, 0, false, false };
+        attention_case c = { 3, 2, 2, 1, D, 2, 4, D == 64 ? 9 : 10, 2300, 1, 0, 0, false, false };
+        const int64_t before = d.n_fine;
         attention(c, c.n_q);
         c.split = KVQ_SPLIT_NORM;
         c.fast = 1;
         c.sorted = true;
         attention(c, D == 64 ? 2 : c.n_q, 1);
+        CHECK(d.n_fine > before + 1, "heads of %d: not in 8-bit products", D);
     }
     printf("attention, several sequences of one cache: %d cases, worst relative error %.2g\n", n, worst);
 }

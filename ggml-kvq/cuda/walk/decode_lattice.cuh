@@ -380,7 +380,7 @@ template <typename X> __device__ __forceinline__ head_data data_of(const kvq_att
 
 // The rows of a block's columns as they come, [column / TWINS][D]: what stands below reads each of them more than once,
 // and one way to the L2 cache takes as long as all the rest. Cards with little shared memory read them where they lie.
-// So do heads in slices and short caches, which gain nothing.
+// So do heads in slices, short caches and the f16 kernel for pages without their means, which gain nothing.
 template <int D> __host__ __device__ __forceinline__ int bytes_of_rows(const kvq_attend_args & a) {
     return a.max_shared_sm >= 160 << 10 ? 4 * DECODE_COLUMNS * D : 0;
 }
