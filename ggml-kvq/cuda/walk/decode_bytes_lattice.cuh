@@ -126,6 +126,26 @@ template <int D> __device__ __forceinline__ int4 rows_of(const byte_query<D, 1> 
 }
 __device__ __forceinline__ int4 rows_of(const shared_bytes & q) { return *q.rows; }
 
+// s = sums, less what the MIDDLE of points adds, times the scales of a block's cells; MORE: s += them. scales: of this
+// thread's first cell
+template <bool MORE, bool MIDDLE, int E, typename Q>
+__device__ __forceinline__ void put_sums(
+    const byte_sums<E> (&sums)[4], const uint8_t * scales, const Q & q, float (&s)[2 * E][4]) {
+    const int4 rows = rows_of(q);
+    const int middle[2] = { MIDDLE ? rows.x : 0, MIDDLE ? rows.z : 0 };
+    const float step[2] = { __int_as_float(rows.y), __int_as_float(rows.w) };
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 scale = *(const float2 *) (scales + 16 * j);
+#pragma unroll
+        for (int n = 0; n < 2 * E; n++) {
+            const int b = n / E, e = n % E, at = score_at<E>(j, b, e);
+            const float f = step[e] * (b ? scale.y : scale.x), x = (float) (sums[j].whole(b, e) - middle[e]);
+            s[at / 4][at % 4] = MORE ? fmaf(x, f, s[at / 4][at % 4]) : x * f;
+        }
+    }
+}
+
 // as score_bytes, at score_at. q: byte_query of E = 1, shared_bytes of E = 2
 template <int D, int E, typename Q>
 __device__ __forceinline__ void score_points(
@@ -154,18 +174,7 @@ __device__ __forceinline__ void score_points(
         }
     }
     const uint8_t * scales = stage + byte_lattice_map<D>::SCALES + 8 * (8 * tile + g % 2);
-    const int4 rows = rows_of(q);
-    const int middle[2] = { rows.x, rows.z };
-    const float step[2] = { __int_as_float(rows.y), __int_as_float(rows.w) };
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const float2 scale = *(const float2 *) (scales + 16 * j);
-#pragma unroll
-        for (int n = 0; n < 2 * E; n++) {
-            const int b = n / E, e = n % E, at = score_at<E>(j, b, e);
-            s[at / 4][at % 4] = (float) (sums[j].whole(b, e) - middle[e]) * (step[e] * (b ? scale.y : scale.x));
-        }
-    }
+    put_sums<false, true>(sums, scales, q, s);
 }
 
 // as accumulate_bytes, of rows E*c + e: channels 32i + 4g + 2r, + 1 at o[2i + r][e], o[2i + r][E + e]. o: rotated, and

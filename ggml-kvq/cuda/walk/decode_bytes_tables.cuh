@@ -164,24 +164,6 @@ __device__ __forceinline__ void sum_block(
     }
 }
 
-// s = sums times the scales of a block's cells, or s += them. scales: of this thread's first cell
-template <bool MORE, int E, typename Q>
-__device__ __forceinline__ void put_sums(
-    const byte_sums<E> (&sums)[4], const uint8_t * scales, const Q & q, float (&s)[2 * E][4]) {
-    const int4 rows = rows_of(q);
-    const float step[2] = { __int_as_float(rows.y), __int_as_float(rows.w) };
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const float2 scale = *(const float2 *) (scales + 16 * j);
-#pragma unroll
-        for (int n = 0; n < 2 * E; n++) {
-            const int b = n / E, e = n % E, at = score_at<E>(j, b, e);
-            const float f = (b ? scale.y : scale.x) * step[e], x = (float) sums[j].whole(b, e);
-            s[at / 4][at % 4] = MORE ? fmaf(x, f, s[at / 4][at % 4]) : x * f;
-        }
-    }
-}
-
 // as score_points
 template <int D, int KB, int VB, int E, typename Q>
 __device__ __forceinline__ void score_tables(
@@ -193,12 +175,12 @@ __device__ __forceinline__ void score_tables(
     {
         byte_sums<E> sums[4];
         sum_block<BLOCK, slow_of<KB>, 0>(slow_table<KB>(points), q, stage + map::K, stage + map::K_HIGH, sums);
-        put_sums<false>(sums, scales, q, s);
+        put_sums<false, false>(sums, scales, q, s);
     }
     if constexpr (fast_of<KB> != 0) {
         byte_sums<E> sums[4];
         sum_block<BLOCK, fast_of<KB>, D / 64>(fast_table<KB>(points), q, stage + map::FAST, nullptr, sums);
-        put_sums<true>(sums, scales + 8 * DECODE_CELLS, q, s);
+        put_sums<true, false>(sums, scales + 8 * DECODE_CELLS, q, s);
     }
 }
 
