@@ -19,6 +19,7 @@ from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.launch import launcher
 from ggml_kvq.reference import METHODS, LayerShape
 from ggml_kvq.reference.auto import RUNGS, WHOLE, code_bits, order_of, spread
+from ggml_kvq.resolver import FirstUse
 
 LAYERS = [(il, 4, 64, 64) for il in range(12)]
 TOP = len(WHOLE) - 1  # of keys that are one block
@@ -263,8 +264,9 @@ def test_a_text_does_not_depend_on_how_the_number_was_given(demo_model: Path) ->
 
 
 def test_means_are_measured_once_and_used(demo_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    there = default_means.path_of(demo_model)
-    there.unlink(missing_ok=True)
+    there = default_means.path_of(demo_model, FirstUse.COORDINATES)
+    for kind in FirstUse:
+        default_means.path_of(demo_model, kind).unlink(missing_ok=True)
     with Model(demo_model, kv_method="auto", n_ctx=1024) as model:
         with_means = model.kv_stats()["bytes_calibration"]
     assert there.is_file() and "measuring its keys and values" in capfd.readouterr().err

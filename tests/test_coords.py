@@ -104,11 +104,11 @@ def test_coordinates_leave_the_energy_that_the_fit_foretells() -> None:
 def test_attention_over_coordinates(
     lib: CDLL, heads: int, head: int, neox: Any, coords: int, moved: bool, values: bool
 ) -> None:
-    """Equals f64 attention over R_(pos - sealed) decoded + R_pos (mean + coordinates); one token and many. values: are
-    they read from coordinates?
+    """Equals f64 attention over R_(pos - sealed) decoded + R_pos (mean + coordinates); one token, two and many. values:
+    are they read from coordinates? Five pages: more than one run of them.
     """
     rng = np.random.default_rng(head)
-    gqa, n, width = 3, 96, heads * head
+    gqa, n, width = {64: 3, 128: 4, 96: 1}[head], 160, heads * head
     sealed = np.arange(700, 700 + n, dtype=np.int32)
     pos = sealed - 512 * moved
     if moved:
@@ -125,7 +125,7 @@ def test_attention_over_coordinates(
     ]
     exact: list[Any] = [np.zeros((heads, n, head)) for _ in range(2)]
     pages: list[kernels.Page] = []
-    for p in range(3):
+    for p in range(n // 32):
         cells = slice(32 * p, 32 * p + 32)
         z = (4 * rng.normal(size=(32, len(b.read))) @ b.keys.axes).astype(np.float32)
         codes = basis.encode(z, b.read)
@@ -151,7 +151,7 @@ def test_attention_over_coordinates(
             exact[role][:, cells] = rows + said
             lanes.append((np.stack([x[0] for x in blocks]), params))
         pages.append(kernels.Page(lanes[0], lanes[1], 32, 32 * p))
-    for n_q in (1, 17):
+    for n_q in (1, 2, 17):
         q = (0.3 * rng.normal(size=(n_q, heads * gqa, head))).astype(np.float32)
         want = attention.attend(q, exact[0], exact[1], np.zeros((n_q, 1, n)), head**-0.5)
         for flags in (0, kernels.F32):

@@ -95,7 +95,7 @@ def test_layers_of_unequal_width_are_refused_by_a_cure_of_auto(lib: CDLL) -> Non
         ("auto", "predictor=k", True),
         ("auto", "predictor=fold", False),  # which is not fitted
         ("auto", "means=on", False),
-        ("auto", "predictors=off", False),
+        ("auto", "predictors=off,coordinates=off", False),
         ("aqua", "predictor=full", False),  # a paper's own setting is of a text that its user chose
     ],
 )
@@ -110,7 +110,7 @@ def test_python_finds_them_and_loses_less(cache: Path, demo_model: Path, exact: 
     loss: dict[str, float] = {}
     for on in ("off", "on"):
         size: dict[str, Any] = {"n_ctx": 768, "n_ubatch": 64, "n_threads": 2}
-        with Model(demo_model, kv_bits=3, kv_opts=f"window=32,predictors={on}", **size) as m:
+        with Model(demo_model, kv_bits=3, kv_opts=f"window=32,predictors={on},coordinates=off", **size) as m:
             loss[on], line = kld(m, *exact), m.load_line
         assert MEASURED in line and ("predictor full" in line) == (on == "on"), line
     assert loss["on"] < 0.8 * loss["off"], loss

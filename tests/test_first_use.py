@@ -24,6 +24,7 @@ from ggml_kvq import Model, _paths, cpus, default_means, progress
 from ggml_kvq.calibrate import halves
 from ggml_kvq.launch import launcher, router
 from ggml_kvq.launch.flags import User
+from ggml_kvq.resolver import FirstUse
 from test_server_page import server
 
 MEASURED = "data measured on the model's first use"
@@ -203,7 +204,7 @@ def test_a_damaged_file_is_measured_again_and_says_so(
 ) -> None:
     """It stopped every start: "make it again with ggml-kvq calibrate"."""
     monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path))
-    first, _ = default_means.ensure(demo_model, print, 1)
+    first, _ = default_means.ensure(demo_model, print, 1, kind=FirstUse.COORDINATES)
     there = Path(str(first))
     whole = there.read_bytes()
     for damaged in (whole[:-100] + bytes([whole[-100] ^ 0x40]) + whole[-99:], whole[:5000], b"GGUF", b""):
@@ -215,7 +216,7 @@ def test_a_damaged_file_is_measured_again_and_says_so(
         assert there.read_bytes() == whole
     lines: list[str] = []
     there.write_bytes(whole[:5000])
-    again, why = default_means.ensure(demo_model, lines.append, 1)
+    again, why = default_means.ensure(demo_model, lines.append, 1, kind=FirstUse.COORDINATES)
     assert again == str(there) and not why and "it is measured again" in lines[0] and str(there) in lines[0]
 
 
@@ -301,11 +302,11 @@ def test_first_use_takes_the_callers_threads(
     monkeypatch.setattr(capture, "open_model", opened(capture.open_model, asked))
     monkeypatch.setattr(halves, "_open", opened(halves._open, asked))
     launcher.command("llama-cli", ["-m", str(demo_model), "--kv-bits", "3", *argv], {})
-    assert len(asked) == 5 and set(asked) == {1}
+    assert len(asked) == 4 and set(asked) == {1}  # capture, f16, with coordinates, without
     asked.clear()
-    default_means.path_of(demo_model).unlink()
+    default_means.path_of(demo_model, FirstUse.COORDINATES).unlink()
     Model(demo_model, kv_bits=3, n_ctx=256, n_threads=1).close()
-    assert len(asked) == 5 and set(asked) == {1}
+    assert len(asked) == 4 and set(asked) == {1}  # capture, f16, with coordinates, without
 
 
 def opened(call: Callable[..., Model], asked: list[int | None]) -> Callable[..., Model]:

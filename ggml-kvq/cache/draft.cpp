@@ -64,6 +64,13 @@ static std::string options_for(const kvq_declared & declared, int n_cells) {
     return text + (window ? ",window=" + std::to_string(window) : "");
 }
 
+void kvq_cache_draft::leave_coords() {
+    kvq_options & o = config.options;
+    if (o.values.count("coords") && !o.given.count("coords") && !o.is("coordinates", "on")) {
+        o.values["coords"] = "0";
+    }
+}
+
 bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) {
     const kvq_cache_before last_one = as_before(); // or this very cache, which is asked for once more
     if (!last_one.layers.empty() && std::count(last_one.layers.begin(), last_one.layers.end(), il) == 0) {
@@ -78,10 +85,7 @@ bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) 
         return false;
     }
     if (config.is_instead) { fitted_to = declared.name; }
-    if (beside_host && config.options.values.count("coords") && !config.options.given.count("coords") &&
-        !config.options.is("coordinates", "on")) {
-        config.options.values["coords"] = "0"; // read slowly there: nothing takes them unless asked
-    }
+    if (beside_host) { leave_coords(); } // read slowly there: nothing takes them unless asked
     predicts = model.n_layer_nextn > 0 && il >= model.n_layer - model.n_layer_nextn;
     if (predicts && kvq_draft_asked()) {
         kvq_model_info none;
@@ -245,6 +249,7 @@ kvq_place kvq_cache_draft::place_of(kvq_draft_layer & d) {
 
 // of the last layer
 size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
+    if (kvq_is_part(model, d)) { leave_coords(); } // they take whole layers
     if (d.level < 0 && level_of(d, d.level) != KVQ_OK) { return 0; }
     const kvq_layer_context c = kvq_context_of(model, d, layers.size() > 1 ? &layers[layers.size() - 2] : nullptr);
     d.plan = {};

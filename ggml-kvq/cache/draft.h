@@ -65,6 +65,7 @@ public:
     // no channels are shared; declared: of keys, of values. False with error() set.
     bool add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream, const kvq_declared * declared);
 
+    void leave_coords();                // those of the data, unless the user asked for some
     bool beside_host = false;           // the device has memory of its own, and option place tells whose blocks take
     std::function<size_t()> free_there; // bytes of it that a cache may take, asked by place=auto alone; empty: enough
     bool for_draft = false;             // of a draft model: its own configuration

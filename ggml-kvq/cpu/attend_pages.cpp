@@ -1,6 +1,7 @@
 // A run of pages: score, online softmax, accumulate.
 #include "attend_parts.h"
 
+#include "engine/rope.h"
 #include "engine/turns.h"
 #include "types/lattice.h"
 
@@ -45,15 +46,40 @@ struct lane_part {
     }
 };
 
+constexpr int MOST_TURNED = 8; // rows: turning more of them costs as much as a table of angles for each page
+
+// Where the run's first page begins, when its sealed keys lie at positions in a row that stream_plan::near has.
+static int32_t near_of(const stream_plan & s, const page_run & r) {
+    const int n = s.p->k.n_cells;
+    int32_t from = -1;
+    for (int i = 0; i < r.n_pages; i++) {
+        const kvq_page & page = *r.page[i];
+        if (!page.k_params) { continue; }
+        const int32_t * at = s.p->positions + page.cell;
+        if (from < 0) { from = at[0] - i * n; }
+        if (from < 0 || page.map || (i + 1) * n > s.n_near()) { return -1; }
+        int32_t apart = 0;
+        for (int t = 0; t < n; t++) { apart |= at[t] - from - i * n - t; }
+        if (apart) { return -1; }
+    }
+    return from;
+}
+
 void take_coords(const kvq_kernels & K, const stream_plan & s, workspace & w, const page_run & r) {
     const kvq_attn & p = *s.p;
+    w.near_from = s.n_coords[0] && r.n_rows <= MOST_TURNED ? near_of(s, r) : -1;
+    if (w.near_from >= 0) {
+        kvq_rotary_turn(*p.rotary, w.near_from, false, w.back);
+        const float inv = 1.0f / p.rotary->high[0]; // `near` has the magnitude
+        for (int i = 0; i < p.rotary->n_dims; i++) { w.back[i] *= inv; }
+    }
     for (int i = 0; i < r.n_pages; i++) {
         const kvq_page & page = *r.page[i];
         float * to = w.coords + (size_t) i * s.coord_floats();
         if (s.n_coords[0] && page.k_params) {
             K.key_coords(
                 kvq_coords_in(p.k, s.k.nb_params, (const uint8_t *) page.k_params), s.n_coords[0], (uint8_t *) to);
-            for (int t = 0; p.rotary && t < p.k.n_cells; t += 16) {
+            for (int t = 0; p.rotary && w.near_from < 0 && t < p.k.n_cells; t += 16) {
                 K.turn_table(
                     *p.rotary, p.positions + page.cell + t, false, to + s.key_floats() + (size_t) t * p.rotary->n_dims);
             }
@@ -65,18 +91,31 @@ void take_coords(const kvq_kernels & K, const stream_plan & s, workspace & w, co
     }
 }
 
-// The mean and what coordinates say are rows of a tile.
+// Few rows meet coordinates directly. More of them share a tile of what mean and coordinates say.
 static void coord_part(
     const kvq_kernels & K, const stream_plan & s, workspace & w, const head_rows & h, const page_run & r, float * to) {
     const kvq_attn & p = *s.p;
     const int n = r.page[0]->n_slots, D = p.k.head_size;
-    for (int i = 0; i < r.n_pages; i++) {
+    const bool turns = p.rotary, neox = turns && p.rotary->neox, whole = turns && p.rotary->n_dims == D && D % 8 == 0;
+    float turned[MOST_TURNED * KVQ_MAX_HEAD];
+    const float *q = h.q + (size_t) r.first * s.dpk, *mean = p.k_mean + (size_t) h.kvh * D;
+    if (w.near_from >= 0) {
+        K.turn_back(r.n_rows, D, s.dpk, neox, w.back, q, turned);
+        q = turned;
+    }
+    for (int i = 0; i < r.n_pages; i++, to += (size_t) r.n_rows * n) {
         if (!r.page[i]->k_params) { continue; }
-        const float * from = w.coords + (size_t) i * s.coord_floats();
-        K.basis_keys(*p.k_basis, h.kvh, D, s.dpk, p.k.n_cells, (const uint8_t *) from, p.k_mean + (size_t) h.kvh * D,
-            p.rotary ? from + s.key_floats() : nullptr, p.rotary ? p.rotary->n_dims : 0, p.rotary && p.rotary->neox,
-            w.tile);
-        K.score_tile(r.n_rows, s.dpk, n, w.tile, h.q + (size_t) r.first * s.dpk, to + (size_t) i * r.n_rows * n);
+        const float * const from = w.coords + (size_t) i * s.coord_floats();
+        const float * const table = !turns ? nullptr
+            : w.near_from < 0              ? from + s.key_floats()
+                                           : s.near.data() + (size_t) i * n * D;
+        if (whole && r.n_rows <= K.coord_rows) {
+            K.coord_logits(*p.k_basis, h.kvh, D, s.dpk, n, (const uint8_t *) from, mean, table, neox, r.n_rows, q, to);
+            continue;
+        }
+        K.basis_keys(*p.k_basis, h.kvh, D, s.dpk, n, (const uint8_t *) from, mean, table, turns ? p.rotary->n_dims : 0,
+            neox, w.tile);
+        K.score_tile(r.n_rows, s.dpk, n, w.tile, q, to);
     }
 }
 

@@ -81,6 +81,10 @@ struct stream_plan {
     }
     int n_coords[2]; // of a cell, of which keys and values are read (types/basis.h); 0: they are not
     int v_stride;    // floats of a cell's coordinates of values, padded
+    // Angles of positions 0, 1, .. as turn_table has them: of a run's keys with coordinates, whose queries are turned back
+    // to its first position. Empty: each page has a table of its own.
+    std::vector<float> near;
+    int n_near() const { return near.empty() ? 0 : (int) (near.size() / (size_t) p->rotary->n_dims); }
     bool has_coords() const { return n_coords[0] || n_coords[1]; }
     // floats of a page's coordinates: keys and their scales, angles of its positions, values
     size_t key_floats() const { return n_coords[0] ? (size_t) (((n_coords[0] + 3) / 4 + 1) * p->k.n_cells) : 0; }
@@ -112,6 +116,8 @@ struct head_rows {
 struct workspace {
     float *logits, *tile, *floats, *part; // part: rows of dpv, of a mixed page
     float * coords;                       // of a run's pages, coord_floats each: take_coords
+    int32_t near_from;        // take_coords: where stream_plan::near begins for this run's first page, -1: nowhere
+    float back[KVQ_MAX_HEAD]; // and by how much queries are turned back there, [2][pairs]
     uint16_t *mask, *rows, *part_mask;
     void * work;
     std::vector<head_rows> heads;

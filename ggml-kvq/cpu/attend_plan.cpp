@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 namespace kvq_attention {
 
@@ -105,6 +106,20 @@ static int n_seen_pages(const kvq_attn & p) {
 
 static int p_coords(const kvq_basis * b, const kvq_codec & keys) { return b && keys.coords ? b->n : 0; }
 
+// stream_plan::near, for few rows
+static void make_near(stream_plan & s) {
+    const kvq_attn & p = *s.p;
+    s.near.clear();
+    if (!s.n_coords[0] || !p.rotary || p.rotary->n_dims != p.k.head_size || s.n_rows > FEW_ROWS) { return; }
+    const int n = std::min(KVQ_MAX_RUN * p.k.n_cells, 64 * p.rotary->n_high) / 16 * 16, D = p.k.head_size;
+    s.near.resize((size_t) (n * D));
+    for (int32_t t = 0; t < n; t += 16) {
+        int32_t at[16];
+        std::iota(at, at + 16, t);
+        kvq_get_kernels().turn_table(*p.rotary, at, false, s.near.data() + (size_t) t * D);
+    }
+}
+
 int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.p = &attn;
     s.gqa = attn.n_head / attn.n_head_kv;
@@ -127,6 +142,7 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.n_coords[0] = p_coords(attn.k_basis, attn.k);
     s.n_coords[1] = p_coords(attn.v_basis, attn.k);
     s.v_stride = (s.n_coords[1] + 15) / 16 * 16;
+    make_near(s);
     s.few = false;
     s.fold = nullptr;
     s.n_fold = 0;

@@ -5,13 +5,9 @@ namespace KVQ_NS {
 static void key_coords(const kvq_coord_pairs<const uint8_t> & from, int n, uint8_t * out) {
     const int quads = (n + 3) / 4;
     for (int q = 0; q < quads; q++) {
-        const uint8_t * const __restrict a = from.of(2 * q);
-        const uint8_t * const __restrict b = 4 * q + 2 < n ? from.of(2 * q + 1) : a; // its weights are 0
-        uint32_t * const __restrict to = (uint32_t *) out + (size_t) q * (size_t) from.n_cells;
-        for (int t = 0; t < from.n_cells; t++) {
-            const uint32_t x = (uint32_t) a[t] | (uint32_t) b[t] << 16;
-            to[t] = (x & 0x000f000fu) << 1 | (x & 0x00f000f0u) << 5;
-        }
+        const uint8_t *const a = from.of(2 * q), *const b = 4 * q + 2 < n ? from.of(2 * q + 1) : a; // its weights are 0
+        uint8_t * const to = out + 4 * (size_t) q * (size_t) from.n_cells;
+        for (int t = 0; t < from.n_cells; t += 16) { u8_store(to + 4 * t, u8_nibbles(a + t, b + t)); }
     }
     const uint8_t * const __restrict e = from.of(n / 2);
     float * const __restrict scale = (float *) (out + (size_t) (4 * quads) * (size_t) from.n_cells);
@@ -42,28 +38,34 @@ static void value_coords(const kvq_coord_pairs<const uint8_t> & from, int n, int
     }
 }
 
+// Sums over the coordinates of G times 16 cells, which begin at x; of the channels at(0) .. at(C - 1)
+template <int C, int G, typename F>
+static inline void basis_sums(const kvq_basis & b, const uint8_t * x, size_t n_cells, F && at, i32x16 (&sums)[C][G]) {
+    KVQ_UNROLL
+    for (int c = 0; c < C; c++) {
+        KVQ_UNROLL
+        for (int g = 0; g < G; g++) { sums[c][g] = i32_sub(i32_zero(), i32_set1(b.off[at(c)])); }
+    }
+    for (int q = 0; q < (b.n + 3) / 4; q++) {
+        const int8_t * const w = b.out + (size_t) q * (size_t) b.width * 4;
+        u8x64 cells[G];
+        KVQ_UNROLL
+        for (int g = 0; g < G; g++) { cells[g] = u8_load(x + 4 * (size_t) q * n_cells + 64 * g); }
+        KVQ_UNROLL
+        for (int c = 0; c < C; c++) {
+            const auto wc = i8_set4(w + 4 * at(c));
+            KVQ_UNROLL
+            for (int g = 0; g < G; g++) { sums[c][g] = dot4(sums[c][g], cells[g], wc); }
+        }
+    }
+}
+
 // C channels from `d` on of G times 16 cells, whose coordinates begin at x; columns of n_cells
 template <int C, int G>
 static inline void basis_channels(const kvq_basis & b, size_t d, const uint8_t * x, size_t n_cells, const float * scale,
     const float * mean, float * out) {
     i32x16 sums[C][G]; // in registers: every loop over them is unrolled
-    KVQ_UNROLL
-    for (int c = 0; c < C; c++) {
-        KVQ_UNROLL
-        for (int g = 0; g < G; g++) { sums[c][g] = i32_sub(i32_zero(), i32_set1(b.off[d + (size_t) c])); }
-    }
-    for (int q = 0; q < (b.n + 3) / 4; q++) {
-        const int8_t * w = b.out + ((size_t) q * (size_t) b.width + d) * 4;
-        u8x64 at[G];
-        KVQ_UNROLL
-        for (int g = 0; g < G; g++) { at[g] = u8_load(x + 4 * (size_t) q * n_cells + 64 * g); }
-        KVQ_UNROLL
-        for (int c = 0; c < C; c++) {
-            const auto wc = i8_set4(w + 4 * c);
-            KVQ_UNROLL
-            for (int g = 0; g < G; g++) { sums[c][g] = dot4(sums[c][g], at[g], wc); }
-        }
-    }
+    basis_sums<C, G>(b, x, n_cells, [&](int c) { return d + (size_t) c; }, sums);
     KVQ_UNROLL
     for (int g = 0; g < G; g++) {
         const f32x16 by = f32_load(scale + 16 * g);
@@ -92,6 +94,92 @@ static void basis_keys(const kvq_basis & b, int head, int D, int dp, int n_cells
         }
     }
     std::fill(tile + (size_t) D * n, tile + (size_t) dp * n, 0.0f);
+}
+
+// Logits of R rows over what mean and coordinates say of G times 16 keys, which turn as a whole: P pairs at a time,
+// without a tile.
+template <int R, int P, int G, bool NEOX>
+static inline void coord_cells(const kvq_basis & b, int head, int D, size_t n, const uint8_t * x, const float * scale,
+    const float * mean, const float * turns, int dp, const float * q, float * logits, size_t row) {
+    constexpr int BY = NEOX ? 1 : 2;
+    const int n_pairs = D / 2, second = NEOX ? n_pairs : 1;
+    f32x16 out[R][G];
+    KVQ_UNROLL
+    for (int r = 0; r < R; r++) {
+        KVQ_UNROLL
+        for (int g = 0; g < G; g++) { out[r][g] = f32_set1(0.0f); }
+    }
+    for (int i = 0; i < n_pairs; i += P) {
+        const int d = i * BY;
+        const size_t first = (size_t) (head * D + d), other = first + (size_t) second;
+        i32x16 sums[2 * P][G];
+        basis_sums<2 * P, G>(b, x, n, [&](int c) { return (c % 2 ? other : first) + (size_t) (c / 2 * BY); }, sums);
+        KVQ_UNROLL
+        for (int p = 0; p < P; p++) {
+            const size_t a = first + (size_t) (p * BY), z = other + (size_t) (p * BY);
+            const float * const m = mean + d + p * BY;
+            const float * const turn = turns + (size_t) (i + p) * 16;
+            KVQ_UNROLL
+            for (int g = 0; g < G; g++) {
+                const f32x16 by = f32_load(scale + 16 * g), c = f32_load(turn + (size_t) (g * D) * 16),
+                             s = f32_load(turn + (size_t) (g * D + n_pairs) * 16);
+                const f32x16 u = f32_fma(
+                                 f32_mul(f32_from_i32(sums[2 * p][g]), by), f32_set1(b.step[a]), f32_set1(m[0])),
+                             v = f32_fma(f32_mul(f32_from_i32(sums[2 * p + 1][g]), by), f32_set1(b.step[z]),
+                                 f32_set1(m[second]));
+                const f32x16 k0 = f32_sub(f32_mul(u, c), f32_mul(v, s)), k1 = f32_fma(u, s, f32_mul(v, c));
+                KVQ_UNROLL
+                for (int r = 0; r < R; r++) {
+                    const float * const qr = q + (size_t) r * dp + d + p * BY;
+                    out[r][g] = f32_fma(k0, f32_set1(qr[0]), f32_fma(k1, f32_set1(qr[second]), out[r][g]));
+                }
+            }
+        }
+    }
+    KVQ_UNROLL
+    for (int r = 0; r < R; r++) {
+        KVQ_UNROLL
+        for (int g = 0; g < G; g++) { f32_store(logits + (size_t) r * row + 16 * g, out[r][g]); }
+    }
+}
+
+// With fewer registers a tile is faster.
+constexpr int KVQ_COORD_ROWS = KVQ_R < 8 ? 0 : 4;
+
+// Of n_rows <= KVQ_COORD_ROWS rows, [row][n_cells]; the rest as basis_keys
+static void coord_logits(const kvq_basis & b, int head, int D, int dp, int n_cells, const uint8_t * coords,
+    const float * mean, const float * turns, bool neox, int n_rows, const float * q, float * logits) {
+    constexpr int P = 4, G = KVQ_TILES; // heads have a multiple of 8 channels, pages of 32 cells
+    const size_t n = (size_t) n_cells;
+    const float * const scales = (const float *) (coords + (size_t) ((b.n + 3) / 4 * 4) * n);
+#define CALL(R)                                                                                                        \
+    case R:                                                                                                            \
+        for (size_t t = 0; t < n; t += 16 * G) {                                                                       \
+            (neox ? coord_cells<R, P, G, true> : coord_cells<R, P, G, false>) (b, head, D, n, coords + 4 * t,          \
+                scales + t, mean, turns + t * (size_t) D, dp, q, logits + t, n);                                       \
+        }                                                                                                              \
+        break;
+    if constexpr (KVQ_COORD_ROWS == 4) {
+        switch (n_rows) { CALL(1) CALL(2) CALL(3) CALL(4) }
+    }
+#undef CALL
+}
+
+// Rows of q that meet keys at one position less far: turn [2][D/2], its cosines and sines
+static void turn_back(
+    int n_rows, int D, int dp, bool neox, const float * turn, const float * __restrict q, float * __restrict out) {
+    const int n = D / 2;
+    for (int r = 0; r < n_rows; r++, q += dp, out += dp) {
+        for (int i = 0; neox && i < n; i++) {
+            out[i] = q[i] * turn[i] + q[i + n] * turn[n + i];
+            out[i + n] = q[i + n] * turn[i] - q[i] * turn[n + i];
+        }
+        for (int i = 0; !neox && i < n; i++) {
+            out[2 * i] = q[2 * i] * turn[i] + q[2 * i + 1] * turn[n + i];
+            out[2 * i + 1] = q[2 * i + 1] * turn[i] - q[2 * i] * turn[n + i];
+        }
+        for (int i = D; i < dp; i++) { out[i] = 0.0f; }
+    }
 }
 
 static void add_basis(const kvq_basis & b, int first, int D, const float * z, float * out) {

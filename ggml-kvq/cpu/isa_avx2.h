@@ -263,6 +263,16 @@ static inline f32x16 f32_every_4th(const uint8_t * p) { // reads up to 3 beyond 
     return { _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *) p), m)),
         _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *) (p + 32)), m)) };
 }
+// twice the nibbles of 16 bytes of a and of b: of each a low, high, of each b low, high
+static inline u8x64 u8_nibbles(const uint8_t * a, const uint8_t * b) {
+    const auto half = [&](int i) {
+        const __m256i x = _mm256_or_si256(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (a + i))),
+            _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (b + i))), 16));
+        return _mm256_or_si256(_mm256_slli_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0x000f000f)), 1),
+            _mm256_slli_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0x00f000f0)), 5));
+    };
+    return { half(0), half(8) };
+}
 template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * table) {
     u8x64 r = { _mm256_setzero_si256(), _mm256_setzero_si256() };
     // bytes outside 16k .. 16k+15 get their top bit set, which the shuffle turns into 0

@@ -188,6 +188,13 @@ static inline u8x64 u8_field(u8x64 a, int shift, int mask, int up) {
                                   : _mm512_srli_epi16(a, (unsigned) (shift - up));
     return _mm512_and_si512(x, _mm512_set1_epi8((char) (mask << up)));
 }
+// twice the nibbles of 16 bytes of a and of b: of each a low, high, of each b low, high
+static inline u8x64 u8_nibbles(const uint8_t * a, const uint8_t * b) {
+    const __m512i x = _mm512_or_si512(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) a)),
+        _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) b)), 16));
+    return _mm512_or_si512(_mm512_slli_epi32(_mm512_and_si512(x, _mm512_set1_epi32(0x000f000f)), 1),
+        _mm512_slli_epi32(_mm512_and_si512(x, _mm512_set1_epi32(0x00f000f0)), 5));
+}
 // p is 0..3 bytes into 64 that were just stored: reads up to 3 beyond
 static inline f32x16 f32_every_4th(const uint8_t * p) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0xff)));

@@ -279,6 +279,15 @@ static inline f32x16 f32_every_4th(const uint8_t * p) { // reads up to 3 beyond 
     KVQ_EACH r.v[i] = vcvtq_f32_u32(vandq_u32(vreinterpretq_u32_u8(vld1q_u8(p + 16 * i)), vdupq_n_u32(0xff)));
     return r;
 }
+// twice the nibbles of 16 bytes of a and of b: of each a low, high, of each b low, high
+static inline u8x64 u8_nibbles(const uint8_t * a, const uint8_t * b) {
+    const uint8x16_t x = vld1q_u8(a), y = vld1q_u8(b), low = vdupq_n_u8(0x1e);
+    const uint8x16x4_t each = { { vandq_u8(vshlq_n_u8(x, 1), low), vandq_u8(vshrq_n_u8(x, 3), low),
+        vandq_u8(vshlq_n_u8(y, 1), low), vandq_u8(vshrq_n_u8(y, 3), low) } };
+    uint8_t bytes[64];
+    vst4q_u8(bytes, each);
+    return u8_load(bytes);
+}
 template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * table) {
     u8x64 r;
     KVQ_EACH r.v[i] = vqtbl1q_u8(vld1q_u8(table), index.v[i]);

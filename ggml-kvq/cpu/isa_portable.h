@@ -251,6 +251,12 @@ static inline f32x16 f32_every_4th(const uint8_t * p) {
     return r;
 }
 // table[index], index < N
+// twice the nibbles of 16 bytes of a and of b: of each a low, high, of each b low, high
+static inline u8x64 u8_nibbles(const uint8_t * a, const uint8_t * b) {
+    u8x64 r;
+    KVQ_EACH(64) r.v[i] = (uint8_t) (((i & 2 ? b : a)[i / 4] >> (i & 1 ? 4 : 0) & 15) << 1);
+    return r;
+}
 template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * table) {
     KVQ_EACH(64) index.v[i] = table[index.v[i]];
     return index;

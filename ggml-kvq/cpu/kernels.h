@@ -234,6 +234,12 @@ struct kvq_kernels {
     // of angles, one for 16 cells, NULL: keys are not turned
     void (*basis_keys)(const kvq_basis & b, int head, int D, int dp, int n_cells, const uint8_t * coords,
         const float * mean, const float * turns, int n_dims, bool neox, float * tile);
+    // The same as logits of up to coord_rows rows, [row][n_cells], where that is faster than a tile; keys turn as a whole
+    int coord_rows;
+    void (*coord_logits)(const kvq_basis & b, int head, int D, int dp, int n_cells, const uint8_t * coords,
+        const float * mean, const float * turns, bool neox, int n_rows, const float * q, float * logits);
+    // Rows [dp] of q for keys that are turned by so much less: turn [2][D/2], its cosines and sines
+    void (*turn_back)(int n_rows, int D, int dp, bool neox, const float * turn, const float * q, float * out);
     // out[D] += what the coordinates z say of D channels of values, of the basis from `first` on
     void (*add_basis)(const kvq_basis & b, int first, int D, const float * z, float * out);
 

@@ -89,5 +89,6 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
         KVQ_NS::softmax, KVQ_NS::scale_row, KVQ_NS::page_weights, KVQ_NS::rank_cells, KVQ_NS::quantise_row,            \
         KVQ_NS::predict, KVQ_NS::sum_rows8, KVQ_NS::apply_tile8, KVQ_NS::lattice_rows, KVQ_NS::add_lattice_rows,       \
         KVQ_NS::rows_to_f16, KVQ_NS::turn_table, KVQ_NS::turn_rows, KVQ_NS::key_coords, KVQ_NS::value_coords,          \
-        KVQ_NS::basis_keys, KVQ_NS::add_basis, KVQ_NS::encode_affine, KVQ_NS::encode_lattice, KVQ_NS::decode_affine,   \
-        KVQ_NS::match_affine, KVQ_NS::decode_lattice, KVQ_NS::match_lattice, KVQ_NS::hash_rows }
+        KVQ_NS::basis_keys, KVQ_NS::KVQ_COORD_ROWS, KVQ_NS::coord_logits, KVQ_NS::turn_back, KVQ_NS::add_basis,        \
+        KVQ_NS::encode_affine, KVQ_NS::encode_lattice, KVQ_NS::decode_affine, KVQ_NS::match_affine,                    \
+        KVQ_NS::decode_lattice, KVQ_NS::match_lattice, KVQ_NS::hash_rows }

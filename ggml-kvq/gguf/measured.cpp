@@ -58,6 +58,8 @@ static std::string folder(void) {
     return (!ours.empty() ? ours : !all.empty() ? all + "/ggml-kvq" : home_folder() + "/.cache/ggml-kvq") + "/means";
 }
 
+bool (*kvq_has_accelerator)() = nullptr;
+
 std::string kvq_measured_path(const std::string & model, kvq_first_use what) {
     struct stat st = {};
     if (stat(model.c_str(), &st) || !S_ISREG(st.st_mode)) { return ""; }

@@ -11,3 +11,6 @@ enum class kvq_first_use { MEANS, PREDICTORS, COORDINATES };
 // file holds more than means: FINGERPRINT.predictors.kvq.gguf, FINGERPRINT.coordinates.kvq.gguf. "": the model cannot
 // be read.
 std::string kvq_measured_path(const std::string & model, kvq_first_use what);
+
+// Does this process have a device whose memory is its own? Set by the host where there can be one; NULL: no.
+extern bool (*kvq_has_accelerator)();

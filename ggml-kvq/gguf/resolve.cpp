@@ -191,8 +191,11 @@ wanted wants(const kvq_method & method, kvq_options o) {
     const kvq_data as_given = method.data ? method.data(o) : kvq_data::NONE;
     if (as_given == kvq_data::NONE) { return NOTHING; }
     if (as_given == kvq_data::TAKES) {
+        // a GPU reads coordinates slower than f16 rows, a CPU faster (docs/methods/auto.md)
+        const bool more = method.keeps && method.keeps(o, "coords") && o.values.count("coordinates") &&
+            !(kvq_has_accelerator && kvq_has_accelerator());
         method.settle(o, "bias", 8);
-        return method.data(o) == kvq_data::NEEDS ? MEANS : NOTHING;
+        return method.data(o) != kvq_data::NEEDS ? NOTHING : more ? COORDINATES : MEANS;
     }
     if (!method.most) { return NOTHING; } // a paper's own setting is of a text that its user chose
     method.settle(o, "full", 8);
@@ -234,13 +237,23 @@ kvq_status choose_config(const kvq_request & r, const named_file & file, const k
         out.config_from = "sidecar";
     }
     kvq_options asked;
-    if (out.config_from.empty() && has(r.model) && !file.off &&
-        kvq_options_parse(method, out.opts.c_str(), asked, err) == KVQ_OK && wants(method, asked) != NOTHING) {
-        const std::string measured = kvq_measured_path(r.model, (kvq_first_use) (wants(method, asked) - 1));
+    if (!out.config_from.empty() || kvq_options_parse(method, out.opts.c_str(), asked, err) != KVQ_OK) {
+        return KVQ_OK;
+    }
+    const wanted best = wants(method, asked);
+    out.wants = best;
+    // A file with coordinates has means, too; those serve until coordinates are fitted, unless the user insists.
+    const wanted other = best == MEANS                           ? COORDINATES
+        : best == COORDINATES && asked.is("coordinates", "auto") ? MEANS
+                                                                 : NOTHING;
+    for (const wanted what : { best, other }) {
+        if (what == NOTHING || !has(r.model) || file.off || out.config_from == KVQ_MEASURED) { continue; }
+        const std::string measured = kvq_measured_path(r.model, (kvq_first_use) (what - 1));
         out.lacks_means = !is_file(measured);
         if (!out.lacks_means) {
             out.config = measured;
             out.config_from = KVQ_MEASURED;
+            out.wants = what < best ? best : NOTHING;
         }
     }
     return KVQ_OK;
@@ -297,9 +310,8 @@ extern "C" int kvq_resolve(const kvq_request * in, kvq_resolved * out) {
         if (status == KVQ_OK) {
             if (method && d.opts_from.empty()) { d.opts_from = options.empty() ? "default" : d.config_from; }
             if (d.config_from == "embedded") { d.config = in->model; }
-            const int32_t lacks = method && d.config_from.empty() ? wants(*method, parsed) : NOTHING;
             *out = { d.method.c_str(), d.method_from.c_str(), d.method_words.c_str(), d.opts.c_str(), options.c_str(),
-                d.opts_from.c_str(), d.config.c_str(), d.config_from.c_str(), d.note.c_str(), lacks };
+                d.opts_from.c_str(), d.config.c_str(), d.config_from.c_str(), d.note.c_str(), d.wants };
         }
     }
     if (status != KVQ_OK) { kvq_set_error(err); }

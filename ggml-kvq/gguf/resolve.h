@@ -17,6 +17,7 @@ struct kvq_decision {
     std::string opts, opts_from;     // what was asked for; options that a file sets are not in it
     std::string config, config_from; // a file besides the model; "" with "embedded": the model itself holds the data
     bool lacks_means = false;        // it goes better with channel means, and the data have no means
+    int wants = 0;                   // kvq_resolved.wants_means
     std::string note;                // what was given and is not used, or ""
 };
 

@@ -55,8 +55,10 @@ static const kvq_option_info options[] = {
         "with means: what the keys and values of all heads of a layer have in common in 4-bit coordinates, a head's "
         "share of them; even, 0..64; 0: none. Data say how many",
         "ggml-kvq" },
-    { "coordinates", "off|on", "off",
-        "on: coords as the data hold them, and where no data hold any the model's first use fits them", "ggml-kvq" },
+    { "coordinates", "auto|off|on", "auto",
+        "on: coords as the data hold them, and where no data hold any the model's first use fits them; auto: so on a "
+        "CPU, with what they go with",
+        "ggml-kvq" },
     { "alone", "text", "none", "layers that are not predicted and have no coordinates, as 5.11.17; the data name them",
         "ggml-kvq" },
     { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: as calibrated", "AQUA-KV section 4" },
@@ -106,14 +108,15 @@ static constexpr const char *DEFAULT_STEPS = "vkkvkvk", *STEPS_OF_COORDS = "vkkk
 static bool predicts(const kvq_options & o) { return !o.is("predictor", "none") || o.is("predictors", "on"); }
 // What coordinates do not go with, NULL: they do.
 static const char * no_coords(const kvq_options & o) {
-    return o.is("predictors", "on") ? "predictors"
-        : predicts(o)               ? "predictor"
-        : !o.is("far", "none")      ? "far"
-        : o.is("means", "off")      ? "means"
-        : o.is("window", "auto")    ? "window"
-                                    : nullptr;
+    return o.is("coordinates", "off") ? "coordinates"
+        : o.is("predictors", "on")    ? "predictors"
+        : predicts(o)                 ? "predictor"
+        : !o.is("far", "none")        ? "far"
+        : o.is("means", "off")        ? "means"
+        : o.is("window", "auto")      ? "window"
+                                      : nullptr;
 }
-// Coordinates of the data give way to them, those that the user named are refused.
+// Coordinates of the data, and those of coordinates=auto, give way to them; what the user named is refused.
 static bool keeps(const kvq_options & asked, const std::string & key) { return key != "coords" || !no_coords(asked); }
 static bool splits(const kvq_options & o) { return !o.is("pairs", "none") && !o.is("means", "off"); }
 // what predictors leave is sorted wherever there are halves: fast pairs are no noise there

@@ -93,7 +93,7 @@ def measure(model: Path, specs: Sequence[CacheSpec], n_threads: int) -> None:
         for spec in specs
         if spec.method is not None and not spec.config
     ]
-    for kind in sorted({x.first_use for x in found if x.wants_means}):
+    for kind, insist in sorted({(x.first_use, x.insists) for x in found if x.wants_means}):
         line = Line()
         _, why = default_means.ensure(
             model,
@@ -101,9 +101,10 @@ def measure(model: Path, specs: Sequence[CacheSpec], n_threads: int) -> None:
             n_threads,
             line,
             kind=kind,
+            insist=insist,
         )
         line.clear()
-        if why and kind is not resolver.FirstUse.MEANS:
+        if why and insist:
             raise KvqError(f"{default_means.asked(kind)} {why}")
         if why:
             print(f"ggml-kvq bench: no means are taken off keys and values: {why}", file=sys.stderr)

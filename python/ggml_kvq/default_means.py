@@ -17,16 +17,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import byref, c_char_p
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import gguf_header, methods
+from . import budget, gguf_header, methods
 from .core import native
 from .errors import KvqError
 from .progress import Line
-from .resolver import FirstUse
+from .resolver import BY_FLAGS, FirstUse, Request, resolve
 
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
 SINKS = 4
@@ -56,20 +57,26 @@ def folder() -> Path:
     return Path(os.environ.get("KVQ_CACHE_DIR") or os.path.join(base, "ggml-kvq")) / "means"
 
 
-def path_of(model: str | os.PathLike[str]) -> Path:
-    """Where the means of this model file are kept, named by what the file holds: a copy of another name is the same
+def path_of(model: str | os.PathLike[str], kind: FirstUse = FirstUse.MEANS) -> Path:
+    """Where the data of this model file are kept, named by what the file holds: a copy of another name is the same
     model. The library finds them there by itself (gguf/measured.cpp). KvqError.
     """
-    return _look_up(model, FirstUse.MEANS)[0]
+    return _look_up(model, kind)[0]
 
 
 def there(model: str | os.PathLike[str]) -> str | None:
     """That file, if the model was measured."""
-    try:
-        path, why = _look_up(model, FirstUse.MEANS)
-    except KvqError:
-        return None
-    return None if why else str(path)
+    for kind in (FirstUse.COORDINATES, FirstUse.MEANS):
+        with suppress(KvqError):
+            path, why = _look_up(model, kind)
+            if not why:
+                return str(path)
+    return None
+
+
+def usual() -> FirstUse:
+    """What method auto goes best with on this machine."""
+    return resolve(methods.library, Request(BY_FLAGS, budget.METHOD), None).first_use
 
 
 def _lacks_order(there: Path) -> bool:
@@ -149,10 +156,12 @@ def ensure(
     line: Line | None = None,
     *,
     kind: FirstUse = FirstUse.MEANS,
+    insist: bool = True,
 ) -> tuple[str | None, str]:
     """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: LENGTH tokens of five
     passes, seconds for small models. A file that is damaged is measured again. Nothing is written but that sidecar,
-    whole or not at all. n_threads: None, all CPUs that the process may use. kind: what else is fitted.
+    whole or not at all. n_threads: None, all CPUs that the process may use. kind: what else is fitted; insist: a model
+    that cannot have coordinates is an error, else its file has means alone.
     """
     from . import files as disk
 
@@ -173,7 +182,12 @@ def ensure(
         say(f"{begin}: {DOES[kind]}, {times} ({there})")
         line = line or Line(False)
         with _ended_by_sigterm(), _told(say, line):
-            FITS[kind](model, there, n_threads, line)
+            try:
+                FITS[kind](model, there, n_threads, line)
+            except KvqError:
+                if insist or kind is not FirstUse.COORDINATES:
+                    raise
+                _measure(model, there, n_threads, line, coords=0)
     except (KvqError, OSError) as e:
         why = str(e)
         for flags, cure in CURES.items():
@@ -182,8 +196,10 @@ def ensure(
     return str(there), ""
 
 
-def _measure(model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line) -> None:
-    """Means, and how keys are best split. KvqError, OSError."""
+def _measure(
+    model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line, coords: int | None = None
+) -> None:
+    """Means, and how keys are best split. coords: 0, there can be none. KvqError, OSError."""
     from .calibrate import files, halves, means
 
     text = TEXT.read_text(encoding="utf-8")
@@ -193,12 +209,13 @@ def _measure(model: str | os.PathLike[str], there: Path, n_threads: int | None, 
     }
     fitted = means.fit(model, text, n_sequences=1, length=LENGTH, sinks=SINKS, shorten=True, **size)
     fitted = halves.checked(model, fitted, text, **size)
+    fitted.coords = coords
     files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
 
 
 def _fit_coordinates(model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line) -> None:
-    """Means, and as many coordinates as pay, or none. Whether halves pay is not tried: of what coordinates leave they
-    do. KvqError, OSError.
+    """Means, and as many coordinates as pay. Where none do, how keys are best split; what coordinates leave is sorted.
+    KvqError, OSError.
     """
     from .calibrate import basis, files, halves, means
 
@@ -210,8 +227,10 @@ def _fit_coordinates(model: str | os.PathLike[str], there: Path, n_threads: int 
     fitted = means.fit(
         model, text, n_sequences=SEQUENCES, length=LENGTH, sinks=SINKS, shorten=True, coords=basis.AUTO, **size
     )
-    fitted.pairs = "sorted"
+    by_speed, fitted.pairs = fitted.pairs, "sorted"
     fitted = halves.with_coordinates(model, fitted, text, **size)
+    if not fitted.coords:
+        fitted = halves.checked(model, replace(fitted, pairs=by_speed), text, **size)
     files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
 
 

@@ -84,6 +84,11 @@ class Resolved:
         return next((x for x in reversed(FirstUse) if self.config.endswith(x.ending)), FirstUse.MEANS)
 
     @property
+    def insists(self) -> bool:
+        """What is measured was asked for by its name: a model that cannot have it is refused."""
+        return self.first_use is FirstUse.PREDICTORS or "coordinates=on" in self.opts.split(",")
+
+    @property
     def file(self) -> str | None:
         """The file of calibrated data besides the model."""
         return None if self.config_from in ("", "embedded") else self.config

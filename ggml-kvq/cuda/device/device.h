@@ -47,6 +47,7 @@ public:
     const std::string & error() const { return err; }
 
     // Compute capability of a device that our kernels are not made for, which is below 8.0; "" of others
+    static bool has_card(); // this process, for the driver
     static std::string too_old(int ordinal);
     // NULL: there are kernels for this layer, else why not (and the cure)
     // maps: pages hold other cells for each head

@@ -51,6 +51,11 @@ kvq_device_limits kvq_limits_of(int device) {
     return at != known.end() ? at->second : known[device] = limits_now(device);
 }
 
+bool kvq_cuda_device::has_card() {
+    int n = 0;
+    return cudaGetDeviceCount(&n) == cudaSuccess && n > 0;
+}
+
 std::string kvq_cuda_device::too_old(int ordinal) {
     cudaDeviceProp p = {};
     const bool old = cudaGetDeviceProperties(&p, ordinal) == cudaSuccess && p.major < 8;

@@ -3,6 +3,7 @@
 #ifdef KVQ_CUDA
 #include "host/engines.h"
 #include "base/settings.h"
+#include "gguf/measured.h"
 
 #include "cuda/device/device.h"
 #include "cuda/device/inputs.h"
@@ -186,6 +187,9 @@ ggml_backend_reg_t kvq_cuda_upstream(void) {
     const auto by_name = KVQ_OPTIONAL(ggml_backend_reg_by_name);
     return by_name ? by_name("CUDA") : nullptr;
 }
+
+// a launcher asks before there is a registry
+[[maybe_unused]] static const bool told = (kvq_has_accelerator = kvq_cuda_device::has_card, true);
 
 int kvq_cuda_init(ggml_backend_reg * reg) {
     ggml_backend_reg_t cuda_reg = kvq_cuda_upstream();

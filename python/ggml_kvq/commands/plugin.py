@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if len(asked) > 1:
         raise KvqError("--predictors and --coordinates do not go together; drop one of them")
     if args.model:
-        kind = FirstUse[asked[0].upper()] if asked else FirstUse.MEANS
+        kind = FirstUse[asked[0].upper()] if asked else None
         print(f"# measured: {plugin.measure(args.model, args.threads, kind)}")
     elif asked:
         raise KvqError(f"--{asked[0]} goes with -m MODEL, whose {asked[0]} are to be fitted; add that or drop it")

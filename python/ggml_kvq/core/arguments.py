@@ -363,9 +363,10 @@ def data(model: Path, found: resolver.Resolved, config: Any, n_threads: int) -> 
         n_threads,
         line,
         kind=found.first_use,
+        insist=found.insists,
     )
     line.clear()
-    if why and found.first_use is not resolver.FirstUse.MEANS:
+    if why and found.insists:
         raise MethodError(f"{default_means.asked(found.first_use)} {why}")
     if why:
         print(f"ggml-kvq: no means are taken off keys and values: {why}", file=sys.stderr)

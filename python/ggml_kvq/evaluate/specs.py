@@ -91,15 +91,18 @@ class CacheSpec:
         asked = resolver.Request(resolver.BY_ARGUMENTS, self.method, self.options, resolver.OFF)
         wanted = resolver.resolve(methods.library, asked, None)
         if self.config == resolver.MEASURED:
-            return self.measured(path, wanted.first_use)
+            return self.measured(path, wanted)
         if not wanted.wants_means:
             return None  # whatever the model holds
         wanted = resolver.resolve(methods.library, asked, gguf_header.read(path))
-        return self.measured(path, wanted.first_use) if wanted.wants_means else None
+        return self.measured(path, wanted) if wanted.wants_means else None
 
-    def measured(self, path: str | os.PathLike[str], kind: resolver.FirstUse) -> str | None:
+    def measured(self, path: str | os.PathLike[str], wanted: resolver.Resolved) -> str | None:
         """What is measured at a model's first use, now if that was not yet. KvqError."""
-        found, why = default_means.ensure(path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr), kind=kind)
+        kind = wanted.first_use
+        found, why = default_means.ensure(
+            path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr), kind=kind, insist=wanted.insists
+        )
         if why:  # a row without them would pass for one with them
             raise KvqError(f"cache {self.text!r} goes with {kind.word} of keys and values, which cannot be had: {why}")
         return found

@@ -305,9 +305,10 @@ def _data(
             n_threads,
             line,
             kind=chosen.first_use,
+            insist=chosen.insists,
         )
         line.clear()
-        if why and chosen.first_use is not resolver.FirstUse.MEANS:
+        if why and chosen.insists:
             raise LaunchError(f"{default_means.asked(chosen.first_use)} {why}")
         notes += [f"no means are taken off keys and values of {os.path.basename(model)}: {why}"] if why else []
     return (config or resolver.OFF if notes else config) if one else None, notes

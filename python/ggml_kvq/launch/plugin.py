@@ -48,16 +48,21 @@ def environment(method: str) -> list[str]:
     ]
 
 
-def measure(model: str, n_threads: int | None = None, kind: FirstUse = FirstUse.MEANS) -> str:
+def measure(model: str, n_threads: int | None = None, kind: FirstUse | None = None) -> str:
     """What the library looks for when no launcher is there, in the cache folder: its path. Seconds for a small model
-    that was never measured, minutes with predictors. KvqError.
+    that was never measured, minutes with predictors. kind: None, what method auto goes best with. KvqError.
     """
     file = hub.resolve(model)
     if not file.is_file():
         raise KvqError(f"{file} is not a file; give a GGUF model")
     line = Line()
     path, why = default_means.ensure(
-        file, lambda text: print(f"ggml-kvq: {text}", file=sys.stderr), n_threads, line, kind=kind
+        file,
+        lambda text: print(f"ggml-kvq: {text}", file=sys.stderr),
+        n_threads,
+        line,
+        kind=default_means.usual() if kind is None else kind,
+        insist=kind is not None,
     )
     if path is None:
         raise KvqError(f"{file.name} was not measured: {why}")

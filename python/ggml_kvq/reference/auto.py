@@ -86,7 +86,7 @@ class Auto(LatticeMethod):
         "predictor": "none",
         "predictors": "off",
         "coords": 0,
-        "coordinates": "off",
+        "coordinates": "auto",
         "alone": "none",
         "weights": "auto",
         "window": 64,
