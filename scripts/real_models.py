@@ -41,12 +41,15 @@ CACHES = (
     "minikv-50=minikv",
     "xquant-1.38=xquant:preset=1.38",
     "aqua-bias=aqua:predictor=bias@measured",
-    *(f"auto-{bits}=auto:bits={bits},at={AT}" for bits in ("4.25", "3.5", "2.75", "2.25", "1.75")),
+    *(  # what a GPU takes
+        f"auto-{bits}=auto:bits={bits},at={AT},coordinates=off" for bits in ("4.25", "3.5", "2.75", "2.25", "1.75")
+    ),
     f"auto-2.25-alone=auto:bits=2.25,at={AT}@none",
     f"auto-2.4-predictors=auto:bits=2.4,at={AT},predictors=on",  # on a CPU
-    *(
-        f"auto-{bits}-coordinates=auto:bits={bits},at={AT},coordinates=on" for bits in ("2.75", "2.25", "1.8")
-    ),  # likewise
+    *(  # what a CPU takes by itself
+        f"auto-{bits}-coordinates=auto:bits={bits},at={AT},coordinates=on"
+        for bits in ("4.25", "3.5", "2.75", "2.4", "2.25", "1.8", "1.75")
+    ),
     "specache-2=specache:bits=2,top=64,prompt=near",
 )
 TASK_CACHES = ("f16", "q8_0", "q4_0", "kivi-4", "auto-4.25", "auto-2.75", "auto-2.25", "specache-2")
