@@ -52,7 +52,10 @@ CACHES = (
     ),
     "specache-2=specache:bits=2,top=64,prompt=near",
 )
-TASK_CACHES = ("f16", "q8_0", "q4_0", "kivi-4", "auto-4.25", "auto-2.75", "auto-2.25", "specache-2")
+TASK_CACHES = (
+    *("f16", "q8_0", "q4_0", "kivi-4", "auto-4.25", "auto-2.75", "auto-2.25", "specache-2"),
+    *(f"auto-{bits}-coordinates" for bits in ("2.75", "2.25", "1.8")),
+)
 TASKS = ("multineedle", "kv", "tools")
 LENGTHS = (2000, 4000, 8000)
 SAMPLES = 30

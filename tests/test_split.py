@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import test_sliding_windows
 from conftest import ROOT, run_until_said
-from ggml_kvq import _paths
+from ggml_kvq import _paths, default_means
+from ggml_kvq.calibrate import files, means
 from test_aqua import sidecar  # noqa: F401
 from test_weights_means import biased
 
@@ -127,3 +128,28 @@ def test_a_predictor_needs_whole_layers(sidecar: Path, monkeypatch: pytest.Monke
     done = start("llama-completion", DEMO, "aqua", *prompt, *HEADS, options="predictor=k")
     assert done.returncode and "run with -sm layer, or predictor=bias" in done.stderr
     assert start("llama-completion", DEMO, "aqua", *prompt, *HEADS, options="predictor=bias").returncode == 0
+
+
+@pytest.fixture(scope="module")
+def coords_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = default_means.TEXT.read_text(encoding="utf-8")
+    fitted = means.fit(DEMO, text, n_sequences=1, length=1024, shorten=True, coords=12)
+    fitted.pairs = "sorted"
+    out = tmp_path_factory.mktemp("coords") / "coords.kvq.gguf"
+    files.write_sidecar(out, files.fields(DEMO, fitted, 4), files.arrays(fitted))
+    return out
+
+
+def test_coordinates_of_the_data_give_way_to_heads_on_several_devices(
+    coords_sidecar: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take whole layers. What the user asks for by name is refused."""
+    monkeypatch.setenv("KVQ_CONFIG", str(coords_sidecar))
+    prompt = ["-p", "hi", "-n", "1", "-no-cnv"]
+    for devices, has in ((ONE, True), (HEADS, False)):
+        done = start("llama-completion", DEMO, "auto", *prompt, *devices, options="bits=2.5")
+        assert done.returncode == 0 and ("coordinates a head say" in done.stderr) == has, done.stderr[-2000:]
+    done = start("llama-completion", DEMO, "auto", *prompt, *HEADS, options="bits=2.5,coordinates=on")
+    assert done.returncode and "coordinates take whole layers" in done.stderr
+    done = start("llama-completion", DEMO, "auto", *prompt, *ONE, options="bits=2.5,coordinates=off")
+    assert done.returncode == 0 and "coordinates a head" not in done.stderr

@@ -8,7 +8,8 @@
 struct kvq_options {
     std::map<std::string, std::string> values;   // every key of the table
     std::map<std::string, std::string> defaults; // likewise, as the table has them
-    std::set<std::string> given;                 // keys that the user named, if only to say the default
+    std::set<std::string> given;                 // keys that were named, if only to say the default
+    std::set<std::string> of_data;               // of these, those that calibrated data name and the user does not
 
     const std::string & str(const char * key) const { return values.at(key); }
     int num(const char * key) const { return std::stoi(values.at(key)); }

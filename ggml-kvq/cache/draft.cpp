@@ -66,9 +66,8 @@ static std::string options_for(const kvq_declared & declared, int n_cells) {
 
 void kvq_cache_draft::leave_coords() {
     kvq_options & o = config.options;
-    if (o.values.count("coords") && !o.given.count("coords") && !o.is("coordinates", "on")) {
-        o.values["coords"] = "0";
-    }
+    const bool asked = o.given.count("coords") && !o.of_data.count("coords");
+    if (o.values.count("coords") && !asked && !o.is("coordinates", "on")) { o.values["coords"] = "0"; }
 }
 
 bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) {

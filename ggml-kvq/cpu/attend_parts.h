@@ -81,8 +81,8 @@ struct stream_plan {
     }
     int n_coords[2]; // of a cell, of which keys and values are read (types/basis.h); 0: they are not
     int v_stride;    // floats of a cell's coordinates of values, padded
-    // Angles of positions 0, 1, .. as turn_table has them: of a run's keys with coordinates, whose queries are turned back
-    // to its first position. Empty: each page has a table of its own.
+    // Angles of positions 0, 1, .. as turn_table has them: of a run's keys with coordinates, whose queries are turned
+    // back to its first position. Empty: each page has a table of its own.
     std::vector<float> near;
     int n_near() const { return near.empty() ? 0 : (int) (near.size() / (size_t) p->rotary->n_dims); }
     bool has_coords() const { return n_coords[0] || n_coords[1]; }

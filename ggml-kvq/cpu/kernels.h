@@ -234,7 +234,8 @@ struct kvq_kernels {
     // of angles, one for 16 cells, NULL: keys are not turned
     void (*basis_keys)(const kvq_basis & b, int head, int D, int dp, int n_cells, const uint8_t * coords,
         const float * mean, const float * turns, int n_dims, bool neox, float * tile);
-    // The same as logits of up to coord_rows rows, [row][n_cells], where that is faster than a tile; keys turn as a whole
+    // The same as logits of up to coord_rows rows, [row][n_cells], where that is faster than a tile; keys turn as a
+    // whole
     int coord_rows;
     void (*coord_logits)(const kvq_basis & b, int head, int D, int dp, int n_cells, const uint8_t * coords,
         const float * mean, const float * turns, bool neox, int n_rows, const float * q, float * logits);

@@ -439,7 +439,13 @@ static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_inf
     out.lacks_means = d.lacks_means;
     out.config_path = d.config;
     out.model_path = r.model;
-    return kvq_options_parse(*out.method, options.c_str(), out.options, err);
+    kvq_options asked_for;
+    status = kvq_options_parse(*out.method, d.opts.c_str(), asked_for, err);
+    if (status == KVQ_OK) { status = kvq_options_parse(*out.method, options.c_str(), out.options, err); }
+    for (const std::string & key : out.options.given) {
+        if (!asked_for.given.count(key)) { out.options.of_data.insert(key); }
+    }
+    return status;
 }
 
 kvq_status kvq_config_current(

@@ -91,6 +91,7 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
     out.values.clear();
     out.defaults.clear();
     out.given.clear();
+    out.of_data.clear();
     std::string keys;
     for (int i = 0; i < m.info.n_options; i++) {
         const kvq_option_info & o = m.info.options[i];

@@ -5,8 +5,8 @@ Keys before rotary embedding and values have means that belong to the model far 
 text leave 0.46 of the divergence of 2-bit caches, those of the very text's first 128 tokens 0.48
 (docs/methods/auto.md).
 
-Where predictors or coordinates are asked for (`predictors=on`, `coordinates=on` of auto), they are fitted here as well,
-on more of such text, and lie in a file of their own beside that of means.
+Coordinates, which auto takes on a CPU, and predictors (`predictors=on`) are fitted here as well, on more of such text,
+and lie in a file of their own beside that of means.
 """
 
 from __future__ import annotations
