@@ -221,7 +221,7 @@ def _fit_coordinates(model: str | os.PathLike[str], there: Path, n_threads: int 
 
     size: dict[str, Any] = {
         "n_threads": n_threads,
-        "tick": _Progress(os.path.basename(model), SEQUENCES * LENGTH + 3 * halves.COMPARED_LENGTH, line),
+        "tick": _Progress(os.path.basename(model), (SEQUENCES + 3) * LENGTH, line),
     }
     text = "\n".join(path.read_text(encoding="utf-8") for path in (TEXT, MORE))
     fitted = means.fit(

@@ -26,7 +26,7 @@ from .means import Means, without_coordinates
 LENGTH, BATCH, SINKS = 1024, 128, 4  # tokens that are read, so many at once: rows of a batch see each other exactly
 PREFIX = "kvq-halves-"  # of a folder while keys are compared
 SCORED = 128  # predictions that count, of the second half
-COMPARED, COMPARED_LENGTH = 2.25, 512  # bits and tokens at which coordinates have to pay
+COMPARED = 2.25  # bits at which coordinates have to pay
 RUNGS = {"": 2, "k": 1, "v": 1}  # by side: keys of 2|2, 0|4 and 1|3 bits, values of 2 (reference/auto.py)
 
 Logits = npt.NDArray[np.float32]
@@ -72,7 +72,7 @@ def with_coordinates(
     opts: dict[str, object] = {"bits": COMPARED, "at": 131072}
     with _scratch() as inside:
         try:
-            ids, exact = _exact(path, text, n_threads, tick, COMPARED_LENGTH)
+            ids, exact = _exact(path, text, n_threads, tick)
             for means in (fitted, plain):
                 sidecar = inside / "means.kvq.gguf"
                 files.write_sidecar(sidecar, files.fields(path, means, SINKS), files.arrays(means))
@@ -111,13 +111,13 @@ def losses(
 
 
 def _exact(
-    path: str | os.PathLike[str], text: str, n_threads: int | None, tick: capture.Tick | None, length: int = LENGTH
+    path: str | os.PathLike[str], text: str, n_threads: int | None, tick: capture.Tick | None
 ) -> tuple[npt.NDArray[np.int32], Logits]:
     """Tokens that caches are compared on, and logits behind llama.cpp's f16 cache. KvqError: the text is too short."""
     with _open(path, "upstream", {}, None, n_threads) as model:
-        ids = np.asarray(model.tokenize(text, add_bos=True)[:length], np.int32)
-        if len(ids) < length:
-            raise KvqError(f"a text of {len(ids)} tokens is too short to compare keys on; give {length}")
+        ids = np.asarray(model.tokenize(text, add_bos=True)[:LENGTH], np.int32)
+        if len(ids) < LENGTH:
+            raise KvqError(f"a text of {len(ids)} tokens is too short to compare keys on; give {LENGTH}")
         return ids, _logits(model, ids, tick)
 
 
