@@ -284,7 +284,7 @@ def test_options_that_cannot_be(demo_model: Path, sidecar: Path, opts: str, mess
 
 def test_coordinates_of_the_data_give_way(demo_model: Path, sidecar: Path) -> None:
     """Options that they cannot go with, as for data without; named without data they are refused."""
-    for opts in ("bits=3,window=auto", "bits=3,means=off", "bits=3,far=f16"):
+    for opts in ("bits=3,window=auto", "bits=3,means=off", "bits=3,far=f16", "bits=3,pairs=none"):
         with Model(demo_model, kv_method="auto", kv_opts=opts, kv_config=sidecar, n_ctx=512) as model:
             assert "coordinates" not in model.load_line, opts
     with pytest.raises(KvqError, match="coords=12 needs calibrated data"):

@@ -117,7 +117,11 @@ static const char * no_coords(const kvq_options & o) {
                                       : nullptr;
 }
 // Coordinates of the data, and those of coordinates=auto, give way to them; what the user named is refused.
-static bool keeps(const kvq_options & asked, const std::string & key) { return key != "coords" || !no_coords(asked); }
+// So they do to keys that are not sorted, which would lose twice as much with them.
+static bool keeps(const kvq_options & asked, const std::string & key) {
+    const bool fit = !asked.given.count("pairs") || asked.is("pairs", "sorted") || asked.is("coordinates", "on");
+    return key != "coords" || (fit && !no_coords(asked));
+}
 static bool splits(const kvq_options & o) { return !o.is("pairs", "none") && !o.is("means", "off"); }
 // what predictors leave is sorted wherever there are halves: fast pairs are no noise there
 static bool sorts(const kvq_options & o) { return splits(o) && (predicts(o) || o.is("pairs", "sorted")); }
