@@ -41,7 +41,7 @@ CACHES = (
     "minikv-50=minikv",
     "xquant-1.38=xquant:preset=1.38",
     "aqua-bias=aqua:predictor=bias@measured",
-    *(  # what a GPU takes
+    *(  # what a GPU goes without, wherever they are measured
         f"auto-{bits}=auto:bits={bits},at={AT},coordinates=off" for bits in ("4.25", "3.5", "2.75", "2.25", "1.75")
     ),
     f"auto-2.25-alone=auto:bits=2.25,at={AT}@none",

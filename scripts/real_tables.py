@@ -50,11 +50,8 @@ WORDS = {
     "specache-2": "`specache`",
     "auto-2.25-alone": "`auto` 2.25, library alone",
     "auto-2.4-predictors": "`auto` 2.4, predictors=on",
-    **{f"auto-{bits}": f"`auto` {bits} on a GPU" for bits in ("4.25", "3.5", "2.75", "2.25", "1.75")},
-    **{
-        f"auto-{bits}-coordinates": f"`auto` {bits} on a CPU"
-        for bits in ("4.25", "3.5", "2.75", "2.4", "2.25", "1.8", "1.75")
-    },
+    **{f"auto-{bits}": f"`auto` {bits}, coordinates=off" for bits in ("4.25", "3.5", "2.75", "2.25", "1.75")},
+    **{f"auto-{bits}-coordinates": f"`auto` {bits}" for bits in ("4.25", "3.5", "2.75", "2.4", "2.25", "1.8", "1.75")},
 }
 
 
@@ -144,7 +141,7 @@ def broken(models: Models) -> str:
 def readme(models: Models, width: int = 120) -> str:
     """The table of README.md, and what it says of few bits, in lines of `width` columns."""
     said: dict[str, list[str]] = {}
-    for cache in ("auto-2.75", "auto-2.25"):  # of a GPU, which loses more
+    for cache in ("auto-2.75", "auto-2.25"):  # without coordinates, which loses more
         said.setdefault(beside_q4_0(models, cache), []).append(f"`auto` {cache.removeprefix('auto-')}")
     few = "; ".join(f"{' and '.join(of)} lose{'s' * (len(of) == 1)} {what}" for what, of in said.items())
     beside = f"Beside llama.cpp's q4_0 of 4.5 bits: {few}.{broken(models)}"

@@ -284,7 +284,14 @@ def test_options_that_cannot_be(demo_model: Path, sidecar: Path, opts: str, mess
 
 def test_coordinates_of_the_data_give_way(demo_model: Path, sidecar: Path) -> None:
     """Options that they cannot go with, as for data without; named without data they are refused."""
-    for opts in ("bits=3,window=auto", "bits=3,means=off", "bits=3,far=f16", "bits=3,pairs=none"):
+    order = ".".join(["0k.1k.2k.3k.4k.5k.6k.7k.8k.9k.10k.11k"] * 4 + ["0v.1v.2v.3v.4v.5v.6v.7v.8v.9v.10v.11v"] * 3)
+    for opts in (
+        "bits=3,window=auto",
+        "bits=3,means=off",
+        "bits=3,far=f16",
+        "bits=3,pairs=none",
+        f"bits=3,order={order}",
+    ):
         with Model(demo_model, kv_method="auto", kv_opts=opts, kv_config=sidecar, n_ctx=512) as model:
             assert "coordinates" not in model.load_line, opts
     with pytest.raises(KvqError, match="coords=12 needs calibrated data"):

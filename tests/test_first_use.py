@@ -21,7 +21,9 @@ import gguf
 import numpy as np
 import pytest
 from ggml_kvq import Model, _paths, cpus, default_means, progress
-from ggml_kvq.calibrate import halves
+from ggml_kvq import files as disk
+from ggml_kvq.calibrate import capture, halves
+from ggml_kvq.errors import KvqError
 from ggml_kvq.launch import launcher, router
 from ggml_kvq.launch.flags import User
 from ggml_kvq.resolver import FirstUse
@@ -218,6 +220,58 @@ def test_a_damaged_file_is_measured_again_and_says_so(
     there.write_bytes(whole[:5000])
     again, why = default_means.ensure(demo_model, lines.append, 1, kind=FirstUse.COORDINATES)
     assert again == str(there) and not why and "it is measured again" in lines[0] and str(there) in lines[0]
+
+
+def test_a_good_file_serves_beside_a_damaged_one(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either of means and coordinates, for the library alone."""
+    monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path))
+    paths = [default_means.ensure(demo_model, print, 1, kind=k)[0] for k in (FirstUse.MEANS, FirstUse.COORDINATES)]
+    means, coordinates = (Path(str(x)) for x in paths)
+    whole = coordinates.read_bytes()
+    coordinates.write_bytes(whole[:5000])
+    call = ["-m", str(demo_model), "-p", "a", "-n", "1", "-c", "256", "-no-cnv"]
+    said = alone("llama-completion", *call)
+    assert "they are not used" in said and MEASURED in said and "coordinates a head" not in said
+    coordinates.write_bytes(whole)
+    means.write_bytes(b"GGUF")
+    assert "coordinates a head" in alone("llama-completion", *call)
+
+
+def test_means_serve_where_coordinates_cannot_be_written(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path))
+    means, _ = default_means.ensure(demo_model, print, 1)
+    real = disk.probe
+
+    def probe(path: Path) -> None:
+        if str(path) != means:
+            raise KvqError(f"{path} cannot be written")
+        real(path)
+
+    monkeypatch.setattr(disk, "probe", probe)
+    with Model(demo_model, kv_bits=3, n_ctx=256, n_threads=1) as m:
+        assert MEASURED in m.load_line and "channel means are taken off" in m.load_line
+    assert "without coordinates: " in capfd.readouterr().err
+    with pytest.raises(KvqError, match="coordinates are asked for .*cannot be written"):
+        Model(demo_model, kv_bits=3, kv_opts="coordinates=on", n_ctx=256, n_threads=1)
+
+
+def test_a_model_that_can_have_no_coordinates(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that turn in part: means alone after one pass, and an error for who insists, at any time."""
+    monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(capture, "pairs", lambda *_: "none")
+    for _ in range(2):
+        there, why = default_means.ensure(demo_model, print, 1, kind=FirstUse.COORDINATES, insist=False)
+        assert there and not why and there.endswith(FirstUse.COORDINATES.ending)
+        none, why = default_means.ensure(demo_model, print, 1, kind=FirstUse.COORDINATES)
+        assert none is None and "keys that turn as a whole" in why
+    with Model(demo_model, kv_bits=3, n_ctx=256, n_threads=1) as m:
+        assert MEASURED in m.load_line and "coordinates" not in m.load_line
 
 
 def test_data_of_an_older_version_are_measured_again(

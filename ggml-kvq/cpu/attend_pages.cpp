@@ -51,6 +51,7 @@ constexpr int MOST_TURNED = 8; // rows: turning more of them costs as much as a 
 // Where the run's first page begins, when its sealed keys lie at positions in a row that stream_plan::near has.
 static int32_t near_of(const stream_plan & s, const page_run & r) {
     const int n = s.p->k.n_cells;
+    if (s.near.empty()) { return -1; }
     int32_t from = -1;
     for (int i = 0; i < r.n_pages; i++) {
         const kvq_page & page = *r.page[i];

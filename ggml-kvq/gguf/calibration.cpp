@@ -366,7 +366,7 @@ bool kvq_calibration::fits(
         const int coords = plan.k.coords, heads = coords && want ? (int) want / (v ? plan.v : plan.k).head_size : 0;
         if (share && coords) {
             err = "coordinates take whole layers, and this device has some heads of layer " + std::to_string(il) +
-                ": run with -sm layer, or set coords=0";
+                ": run with -sm layer, or set coordinates=off";
             return false;
         }
         if (heads && l->second.basis[v].view.n != heads * coords - 2) {

@@ -8,6 +8,8 @@
 
 #include "gguf.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -392,9 +394,18 @@ static kvq_status check_data(const kvq_request & r, const kvq_model_info & model
         const std::lock_guard<std::mutex> lock(mutex);
         line = said.insert(err).second ? err + "; they are not used" : "";
         err.clear();
+        const std::string damaged = d.config;
         d.config.clear();
-        d.config_from.clear();
-        d.lacks_means = true;
+        for (const auto what : { kvq_first_use::COORDINATES, kvq_first_use::MEANS }) { // another file may serve
+            const std::string other = kvq_measured_path(r.model, what);
+            std::string line_of, why;
+            if (d.config.empty() && other != damaged && !access(other.c_str(), F_OK) &&
+                kvq_check_calibrated(other, r.model, model, line_of, why) == KVQ_OK) {
+                d.config = other;
+            }
+        }
+        d.lacks_means = d.config.empty();
+        if (d.lacks_means) { d.config_from.clear(); }
         status = KVQ_OK;
     } else if (status != KVQ_OK && r.model && from == kvq_path_beside(r.model)) { // launchers and Python name it, too
         err += ", or leave it aside with --kv-config none";

@@ -103,7 +103,8 @@ typedef struct kvq_resolved {
     const char * config;       // file of calibrated data, the model itself when they are embedded
     const char * config_from;
     const char * note; // what was given and is not used, or ""
-    // nobody has given data, and it 1: goes better with channel means, 2: is to have predictors, 3: coordinates
+    // The user has given no data, and it 1: goes better with channel means, 2: is to have predictors, 3: coordinates.
+    // Beside 3 `config` may be means that serve until then.
     int32_t wants_means;
 } kvq_resolved;
 

@@ -117,10 +117,15 @@ static const char * no_coords(const kvq_options & o) {
                                       : nullptr;
 }
 // Coordinates of the data, and those of coordinates=auto, give way to them; what the user named is refused.
-// So they do to keys that are not sorted, which would lose twice as much with them.
+// So they do to keys that are not sorted, which would lose twice as much with them, and to an order of layers, which is
+// one of keys without.
 static bool keeps(const kvq_options & asked, const std::string & key) {
-    const bool fit = !asked.given.count("pairs") || asked.is("pairs", "sorted") || asked.is("coordinates", "on");
-    return key != "coords" || (fit && !no_coords(asked));
+    const auto names = [&](const char * option, const char * same) {
+        return asked.given.count(option) && !asked.is(option, same);
+    };
+    const bool fit = asked.is("coordinates", "on") || !(names("pairs", "sorted") || names("order", "none"));
+    const bool none = asked.given.count("coords") && asked.num("coords") == 0;
+    return key != "coords" || (fit && !none && !no_coords(asked));
 }
 static bool splits(const kvq_options & o) { return !o.is("pairs", "none") && !o.is("means", "off"); }
 // what predictors leave is sorted wherever there are halves: fast pairs are no noise there

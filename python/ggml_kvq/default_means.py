@@ -79,10 +79,25 @@ def usual() -> FirstUse:
     return resolve(methods.library, Request(BY_FLAGS, budget.METHOD), None).first_use
 
 
-def _lacks_order(there: Path) -> bool:
-    """Sorted keys without the order in which layers rise: an older version measured them."""
-    fields = gguf_header.read(there).kvq()
+def note_of_plain_data() -> str:
+    """Of data without coordinates: what auto does not have with them. "": it has none on this machine."""
+    return (
+        "These data hold no coordinates. Without them, auto has coordinates on a CPU after a first use:"
+        " compare both with ggml-kvq eval."
+        if usual() is FirstUse.COORDINATES
+        else ""
+    )
+
+
+def _lacks_order(there: Path, kind: FirstUse) -> bool:
+    """Means of sorted keys without the order in which layers rise: an older version measured them."""
+    fields = gguf_header.read(there).kvq() if kind is FirstUse.MEANS else {}
     return fields.get("kvq.auto.pairs") == "sorted" and "kvq.auto.order" not in fields
+
+
+def _lacks_coordinates(there: Path, insist: bool) -> bool:
+    """Neither coordinates nor the word that they do not pay: the model cannot have any. Who insists hears why."""
+    return insist and not {"kvq.auto.coords", "kvq.aqua.coords"} & set(gguf_header.read(there).kvq())
 
 
 def _look_up(model: str | os.PathLike[str], kind: FirstUse) -> tuple[Path, str]:
@@ -158,21 +173,22 @@ def ensure(
     kind: FirstUse = FirstUse.MEANS,
     insist: bool = True,
 ) -> tuple[str | None, str]:
-    """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: LENGTH tokens of five
-    passes, seconds for small models. A file that is damaged is measured again. Nothing is written but that sidecar,
-    whole or not at all. n_threads: None, all CPUs that the process may use. kind: what else is fitted; insist: a model
-    that cannot have coordinates is an error, else its file has means alone.
+    """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: seconds for small models. A file that is damaged is measured again. Nothing is written but that sidecar,
+    whole or not at all. n_threads: None, all CPUs that the process may use. kind: what else is fitted; insist: where
+    there can be no coordinates it is an error, else means alone do.
     """
     from . import files as disk
 
     try:
         there, why = _look_up(model, kind)
-        if not why and (kind is not FirstUse.MEANS or not _lacks_order(there)):
+        if not why and not (
+            _lacks_coordinates(there, insist) if kind is FirstUse.COORDINATES else _lacks_order(there, kind)
+        ):
             return str(there), ""
         try:
             disk.probe(there)
         except KvqError as e:
-            return None, f"{e}; or set KVQ_CACHE_DIR to a folder that is yours"
+            raise KvqError(f"{e}; or set KVQ_CACHE_DIR to a folder that is yours") from e
         name = os.path.basename(model)
         if why and there.is_file():
             say(f"{why.split(': make it again')[0]}: it is measured again")
@@ -182,24 +198,35 @@ def ensure(
         say(f"{begin}: {DOES[kind]}, {times} ({there})")
         line = line or Line(False)
         with _ended_by_sigterm(), _told(say, line):
-            try:
-                FITS[kind](model, there, n_threads, line)
-            except KvqError:
-                if insist or kind is not FirstUse.COORDINATES:
-                    raise
-                _measure(model, there, n_threads, line, coords=0)
+            _fit(model, there, n_threads, line, kind, insist)
     except (KvqError, OSError) as e:
         why = str(e)
         for flags, cure in CURES.items():
             why = why.replace(flags, cure)
-        return None, why
+        if kind is not FirstUse.COORDINATES or insist:
+            return None, why
+        means, lacking = ensure(model, say, n_threads, line)
+        if means:
+            say(f"without coordinates: {why}")
+        return means, lacking and why
     return str(there), ""
 
 
-def _measure(
-    model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line, coords: int | None = None
+def _fit(
+    model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line, kind: FirstUse, insist: bool
 ) -> None:
-    """Means, and how keys are best split. coords: 0, there can be none. KvqError, OSError."""
+    from .calibrate.means import CannotHaveCoordinates
+
+    try:
+        FITS[kind](model, there, n_threads, line)
+    except CannotHaveCoordinates:
+        if insist:
+            raise
+        _measure(model, there, n_threads, line)
+
+
+def _measure(model: str | os.PathLike[str], there: Path, n_threads: int | None, line: Line) -> None:
+    """Means, and how keys are best split. KvqError, OSError."""
     from .calibrate import files, halves, means
 
     text = TEXT.read_text(encoding="utf-8")
@@ -209,7 +236,6 @@ def _measure(
     }
     fitted = means.fit(model, text, n_sequences=1, length=LENGTH, sinks=SINKS, shorten=True, **size)
     fitted = halves.checked(model, fitted, text, **size)
-    fitted.coords = coords
     files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
 
 
@@ -219,10 +245,8 @@ def _fit_coordinates(model: str | os.PathLike[str], there: Path, n_threads: int 
     """
     from .calibrate import basis, files, halves, means
 
-    size: dict[str, Any] = {
-        "n_threads": n_threads,
-        "tick": _Progress(os.path.basename(model), (SEQUENCES + 3) * LENGTH, line),
-    }
+    tick = _Progress(os.path.basename(model), (SEQUENCES + 3) * LENGTH, line)
+    size: dict[str, Any] = {"n_threads": n_threads, "tick": tick}
     text = "\n".join(path.read_text(encoding="utf-8") for path in (TEXT, MORE))
     fitted = means.fit(
         model, text, n_sequences=SEQUENCES, length=LENGTH, sinks=SINKS, shorten=True, coords=basis.AUTO, **size
@@ -230,6 +254,7 @@ def _fit_coordinates(model: str | os.PathLike[str], there: Path, n_threads: int 
     by_speed, fitted.pairs = fitted.pairs, "sorted"
     fitted = halves.with_coordinates(model, fitted, text, **size)
     if not fitted.coords:
+        tick.total += 4 * LENGTH
         fitted = halves.checked(model, replace(fitted, pairs=by_speed), text, **size)
     files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
 

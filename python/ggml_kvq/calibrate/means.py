@@ -29,6 +29,13 @@ from .order import logit_errors, pair_channels, sorted_keys
 FORMAT = 5  # of a checkpoint
 
 
+class CannotHaveCoordinates(KvqError):
+    """Of a model; of no use to try again."""
+
+    def __init__(self) -> None:
+        super().__init__("coordinates are for keys that turn as a whole, by one position; leave --coords out")
+
+
 @dataclass
 class Moments:
     """Sums over tokens of one lane, f64 [width]."""
@@ -136,6 +143,8 @@ def fit(
             for il in met:  # the library's are of all sequences since the model was opened
                 met[il] = before[il] + capture.queries(model, il, len(before[il])) * (i + 1 - done)
             turned = capture.pairs(model, [il for il, *_ in shapes])
+            if coords and turned == "none":
+                raise CannotHaveCoordinates
             if store:
                 _save(store, key, i + 1, turned, sums, met)
             if progress:
@@ -229,7 +238,7 @@ def _known(
 ) -> dict[int, tuple[np.ndarray, np.ndarray, int]]:
     """Of each layer the covariance of its keys, what their errors cost, and its KV heads. KvqError."""
     if turned == "none" or not all(x.any() for x in met.values()):
-        raise KvqError("coordinates are for keys that turn as a whole, by one position; leave --coords out")
+        raise CannotHaveCoordinates
     out = {}
     for il, heads, size, _ in shapes:
         if coords > most(heads * size, heads):

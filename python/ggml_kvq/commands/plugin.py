@@ -29,9 +29,7 @@ def register(subparsers: Any) -> None:
         help="measure this model's keys and values first, once: auto finds them in every program",
     )
     for more in MORE:
-        p.add_argument(
-            f"--{more}", action="store_true", help=f"with -m: fit {more} too, which auto takes with {more}=on"
-        )
+        p.add_argument(f"--{more}", action="store_true", help=f"with -m: fit {more} too, for {more}=on")
     p.add_argument("-t", "--threads", type=int, help="for -m: default all CPUs that may be used")
     p.set_defaults(run=run)
 

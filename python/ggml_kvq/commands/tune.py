@@ -6,7 +6,7 @@ import argparse
 import shlex
 from typing import Any
 
-from .. import sidecars
+from .. import default_means, sidecars
 from . import _sizes as sizes
 
 
@@ -74,4 +74,6 @@ def run(args: argparse.Namespace) -> int:
         f"      ggml-kvq eval -m {m} --cache {shlex.quote(f'auto:bits=2.5@{out}')} -f ANOTHER.txt"
         "  # a text that was not tuned on"
     )
+    if note := default_means.note_of_plain_data():
+        print(note)
     return 0
