@@ -173,9 +173,10 @@ def ensure(
     kind: FirstUse = FirstUse.MEANS,
     insist: bool = True,
 ) -> tuple[str | None, str]:
-    """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: seconds for small models. A file that is damaged is measured again. Nothing is written but that sidecar,
-    whole or not at all. n_threads: None, all CPUs that the process may use. kind: what else is fitted; insist: where
-    there can be no coordinates it is an error, else means alone do.
+    """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: seconds for small models. A
+    file that is damaged is measured again. Nothing is written but that sidecar, whole or not at all. n_threads: None,
+    all CPUs that the process may use. kind: what else is fitted; insist: where there can be no coordinates it is an
+    error, else means alone do.
     """
     from . import files as disk
 
