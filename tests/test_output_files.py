@@ -190,7 +190,7 @@ def test_eval_measures_no_cache_that_lacks_its_means(demo_model: Path, monkeypat
     monkeypatch.setenv("KVQ_CACHE_DIR", "/proc/nope")
     config, why = default_means.ensure(demo_model, print)
     assert config is None and "KVQ_CACHE_DIR" in why
-    with pytest.raises(KvqError, match="goes with means of keys and values.*KVQ_CACHE_DIR"):
+    with pytest.raises(KvqError, match="goes with coordinates of keys and values.*KVQ_CACHE_DIR"):
         specs.parse("auto:bits=3").means(demo_model)
     assert specs.parse("auto:bits=3,means=off").means(demo_model) is None
 

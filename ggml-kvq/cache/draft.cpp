@@ -61,7 +61,8 @@ static std::string options_for(const kvq_declared & declared, int n_cells) {
     }
     char text[64];
     snprintf(text, sizeof(text), "bits=%.6g,at=%d", declared.bits(), std::max(n_cells, AT_LEAST));
-    return text + (window ? ",window=" + std::to_string(window) : "");
+    // coordinates stand with the keys, whose side would exceed what is declared for it
+    return text + (window ? ",window=" + std::to_string(window) : "") + ",coordinates=off";
 }
 
 void kvq_cache_draft::leave_coords() {

@@ -191,9 +191,9 @@ def run_means(args: argparse.Namespace, model: Path, out: Path, text: str) -> in
             else "no coordinates: they lost more than they brought"
         )
     print(f"{out}: {fitted.n_tokens} tokens in {fitted.seconds:.0f} s, peak memory {fitted.peak_mib:.0f} MiB")
-    print(next_commands(args, model, out))
     if not args.coords and (note := default_means.note_of_plain_data()):
         print(f"{note} --coords auto fits them on your text.")
+    print(next_commands(args, model, out))
     return 0
 
 

@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     for bits, _, kld in tuned.frontier:
         print(f"{bits:>21.2f} {kld:>35.4f}")
     print(f"{out}: {tuned.n_tokens} tokens, {tuned.seconds:.0f} s, peak memory {tuned.means.peak_mib:.0f} MiB")
+    if note := default_means.note_of_plain_data():
+        print(note)
     m = shlex.quote(str(model))
     config = "" if str(out) == sidecars.default_path(model) else f" --kv-config {shlex.quote(str(out))}"
     print(
@@ -74,6 +76,4 @@ def run(args: argparse.Namespace) -> int:
         f"      ggml-kvq eval -m {m} --cache {shlex.quote(f'auto:bits=2.5@{out}')} -f ANOTHER.txt"
         "  # a text that was not tuned on"
     )
-    if note := default_means.note_of_plain_data():
-        print(note)
     return 0
